@@ -19,7 +19,8 @@ from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.roles.schedule import Schedule
+from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.replay import Schedule
 from rallypoint.types import ActorBatch, RolloutBatch, Trajectory, assemble
 
 # isort: split
@@ -96,7 +97,7 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
             assert all(await actors.call(ActorWorker.held)), "each has something to send"
             for version, way in enumerate(("memory", "broadcast", "folder")):
                 # The same processes, with a line of their own.
-                actor, rollouts = Actor(config, actors, loss), Rollouts(samplers, way, Schedule())
+                actor, rollouts = Actor(config, actors, loss), Mailbox(Rollouts(samplers, way), Schedule())
                 actor.version = version
                 gap, moved = await publish_twice(actor, rollouts)
                 assert gap < 1e-4 < 1e-2 < moved, way

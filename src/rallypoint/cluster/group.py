@@ -130,6 +130,14 @@ class WorkerGroup(Generic[WorkerT]):
         sources = [process for value in values if isinstance(value, Reference) for process in value.makers]
         return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
 
+    def call_rank(
+        self, rank: int, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Call[ResultT]:
+        """Call a method of one rank, which needs no rule; the others go on with what they do."""
+        invocation = self._invocation(next(_NUMBERS), rank, method.__name__, answers=True)
+        pending = self.processes[rank].call(invocation, args, kwargs)
+        return Call[ResultT]([pending], (0,), _only, self.deadline_s)
+
     def _sent_once(self, parts: Sequence[Part | None]) -> Iterator[tuple[int, Part]]:
         """Yield each rank and its arguments; a large value that several ranks get is sent once, by reference."""
         if not any(part.args or part.kwargs for part in parts if part):
@@ -202,6 +210,11 @@ class WorkerGroup(Generic[WorkerT]):
             if len(process.roles) > 1:  # the process stays, for other roles
                 process.retire(self._invocation(number, rank, "__exit__"))
             process.release(self.role)
+
+
+def _only(results: Sequence[Any]) -> Any:
+    (result,) = results
+    return result
 
 
 def _nothing(results: Sequence[Any]) -> None:

@@ -17,10 +17,9 @@ from pathlib import Path
 from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
 from rallypoint.recipes.material import Material
-from rallypoint.roles.actor import Actor
-from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.folder import RunFolder
-from rallypoint.sampling.outside import Outside
+from rallypoint.sampling.guests import GuestRequests
+from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app
 
 _HOST = "127.0.0.1"
@@ -40,22 +39,22 @@ class Endpoint:
         self._socket = bind(_HOST, port)
         self._folder, self._say = folder, say
         self._server: Server | None = None
-        self._outside: Outside | None = None
+        self._guests: GuestRequests | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closing = False
 
-    async def open(self, material: Material, actor: Actor, rollouts: Rollouts) -> None:
+    async def open(self, material: Material, mailbox: Mailbox, is_published: asyncio.Event) -> None:
         """Begin to answer; the weights were published."""
-        outside = await Outside.open(rollouts, actor, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
-        self._outside, self._running = outside, asyncio.create_task(outside.run())
-        self._running.add_done_callback(self._hear_outside)
+        guests = await GuestRequests.open(mailbox, is_published, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
+        self._guests, self._running = guests, asyncio.create_task(guests.run())
+        self._running.add_done_callback(self._hear_guests)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
         tokenizer = copy.deepcopy(material.tokenizer)
         name, (_, port) = self._folder.path.name, self._socket.getsockname()
         served = Model(
             name=name,
-            engine=outside,
-            bridge=Bridge(outside, max_concurrency=_MAX_CONCURRENCY),
+            engine=guests,
+            bridge=Bridge(guests, max_concurrency=_MAX_CONCURRENCY),
             codec=Codec(tokenizer),
             stop_tokens=material.stop_tokens,
         )
@@ -76,11 +75,11 @@ class Endpoint:
     async def close(self) -> None:
         """Accept no more, let what is under way end for some seconds, and give the rest up."""
         self._is_closing = True
-        if self._server is not None and self._outside is not None:
+        if self._server is not None and self._guests is not None:
             # Slices are taken in this loop meanwhile.
-            await asyncio.to_thread(self._server.stop, self._outside.close)
-        elif self._outside is not None:
-            self._outside.close()
+            await asyncio.to_thread(self._server.stop, self._guests.close)
+        elif self._guests is not None:
+            self._guests.close()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -93,11 +92,11 @@ class Endpoint:
         if not self._is_closing and self._server is not None:
             self._write_down("the endpoint has ended by itself; the run goes on without")
 
-    def _hear_outside(self, running: asyncio.Task[None]) -> None:
+    def _hear_guests(self, running: asyncio.Task[None]) -> None:
         """Refuse requests if what answers them has failed."""
-        if self._outside is not None and not running.cancelled() and (error := running.exception()):
+        if self._guests is not None and not running.cancelled() and (error := running.exception()):
             self._write_down(f"requests are not answered any more: {error!r}")
-            self._outside.close()
+            self._guests.close()
 
     def _write_down(self, line: str) -> None:
         """Log what happens to the endpoint; where that cannot be done, the run will meet the reason itself."""

@@ -52,7 +52,7 @@ class GRPO(RolloutRecipe):
             learned = await self.actor.update(actor_batch, step)
 
         with span("publish"):
-            await self.actor.publish(self.source.rollouts)
+            await self.actor.publish(self.source)
             refreshed = await self.reference.refresh(self.actor, step)
 
         return self.kl.adapted(merge(sampled.metrics, judged, learned, refreshed), len(batch))

@@ -260,15 +260,15 @@ class _Run:
                 self.trackers.picture(self.saved, drawn)
 
     async def _begin(self, first: int) -> None:
-        actor, rollouts = self.recipe.actor, self.recipe.rollouts
+        actor, source = self.recipe.actor, self.recipe.sampling
         self.saved = first
         for record in read_metrics(self.folder.metrics):
             self._note_best(int(record[STEP]), record)
-        if rollouts is not None:
+        if source is not None:
             assert isinstance(actor, Actor), "rollouts are sampled from a policy"
-            await actor.publish(rollouts)
+            await actor.publish(source)
             if self.endpoint is not None:
-                await self.endpoint.open(self.setup.material, actor, rollouts)
+                await self.endpoint.open(self.setup.material, source.mailbox, actor.is_published)
         self.log.write(first, {**({} if first else self.setup.material.counts()), TIME_PREFIX + START: self.log.open_s})
         if first == 0:
             await self._validate(0)

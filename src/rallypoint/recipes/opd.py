@@ -67,7 +67,7 @@ class OPD(RolloutRecipe):
             learned = await self.actor.update(taught, step)
 
         with span("publish"):
-            await self.actor.publish(self.source.rollouts)
+            await self.actor.publish(self.source)
 
         return merge(self._told(sampled.metrics), judged, learned)
 

@@ -63,7 +63,7 @@ class PPO(RolloutRecipe):
             )
 
         with span("publish"):
-            await self.actor.publish(self.source.rollouts)
+            await self.actor.publish(self.source)
             refreshed = await self.reference.refresh(self.actor, step)
 
         return self.kl.adapted(merge(sampled.metrics, judged, *learned, refreshed), len(batch))

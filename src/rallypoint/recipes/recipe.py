@@ -47,6 +47,8 @@ from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.run.timeline import TIMELINE, Timeline
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import Last, Metrics, merge
 
@@ -100,12 +102,13 @@ class Setup:
         is_repeated = rollout.engine != "native" or rollout.exact or rollout.max_staleness  # or by its schedule
         if episode is not single_turn and not is_repeated:
             self.say(_NOT_EXACT)
-        rollouts = await Rollouts.create(self.placement, self.say)
+        rollouts = await Rollouts.create(self.placement)
+        schedule = Schedule.of(self.config, self.placement.folder.path, rollouts.num_ranks, self.say)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
         return RolloutSource(
             self.config,
-            rollouts,
+            Mailbox(rollouts, schedule),
             train=train,
             validation=validation,
             tokenizer=self.material.tokenizer,
@@ -150,8 +153,8 @@ class Recipe(abc.ABC):
         return (self.actor,)
 
     @property
-    def rollouts(self) -> Rollouts | None:
-        """The rollout role, if there is one: it has the initial weights before the first step."""
+    def sampling(self) -> RolloutSource | None:
+        """What samples, if anything does: it has the initial weights before the first step."""
         return None
 
     @property
@@ -206,9 +209,9 @@ class RolloutRecipe(Recipe):
     kl: KLController
 
     @property
-    def rollouts(self) -> Rollouts:
-        """The rollout role."""
-        return self.source.rollouts
+    def sampling(self) -> RolloutSource:
+        """What samples."""
+        return self.source
 
     @property
     def newest(self) -> StepRollouts | None:
@@ -253,7 +256,7 @@ class RolloutRecipe(Recipe):
         if "done" in state:
             done = state["done"]
             self.source.done = PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
-        self.rollouts.schedule.go_on(step, state["version"], self.source.done)
+        self.source.mailbox.schedule.go_on(step, state["version"], self.source.done)
 
     async def close(self) -> None:
         """See `Recipe.close`."""

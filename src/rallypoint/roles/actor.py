@@ -34,7 +34,7 @@ from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED, TransportEnd, both, make_plan, share_published
-from rallypoint.roles.rollout import Rollouts
+from rallypoint.roles.rollout import Subscriber
 from rallypoint.types import (
     ActorBatch,
     DistilledBatch,
@@ -275,7 +275,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             await self._check_copies()
         await super().save(folder)
 
-    async def publish(self, rollouts: Rollouts) -> None:
+    async def publish(self, subscriber: Subscriber) -> None:
         """Give the rollout role the current weights.
 
         Raises:
@@ -283,14 +283,14 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             PublishError: they did not arrive in time.
         """
         await self._check_copies()
-        if rollouts.way == "shared":
-            await rollouts.load(self.version)
-        elif rollouts.way == "folder":
+        if subscriber.role.way == "shared":
+            await subscriber.load(self.version)
+        elif subscriber.role.way == "folder":
             written = await self._group.call(ActorWorker.write_published, self.version)
-            await rollouts.load(self.version, written)
+            await subscriber.load(self.version, written)
             published_folder.remove_others(written)
         else:
-            await self._stream(rollouts)
+            await self._stream(subscriber)
         self.is_published.set()
 
     async def written(self, taker: RoleName) -> Path:
@@ -309,12 +309,13 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
 
-    async def _stream(self, rollouts: Rollouts) -> None:
+    async def _stream(self, subscriber: Subscriber) -> None:
         """Send weights while they are loaded."""
+        rollouts = subscriber.role
         if not self._is_line_open:
             held = await self._group.call(ActorWorker.held)
             plan = make_plan(self._config, rollouts.way, held, self._group.processes, rollouts.processes)
             await both(self._group.call(ActorWorker.connect, rollouts.way, plan), rollouts.connect(plan))
         self._is_line_open = False  # after an error it is opened again
-        await both(self._group.call(ActorWorker.publish, self.version), rollouts.load(self.version))
+        await both(self._group.call(ActorWorker.publish, self.version), subscriber.load(self.version))
         self._is_line_open = True

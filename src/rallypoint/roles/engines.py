@@ -117,10 +117,10 @@ def _memory_share(num_bytes: int, device: str) -> float | None:
     return min(1.0, max(_LEAST_SHARE, num_bytes / total))
 
 
-def make_outside_engine(
+def make_guest_engine(
     config: RunConfig, training: GenerationEngine, model: PreTrainedModel | None, *, max_rows: int, decode: Decode
 ) -> GenerationEngine:
-    """Return an engine for requests from outside, asleep; only one of the two may be awake.
+    """Return an engine for requests of persons, asleep; only one of the two may be awake.
 
     Args:
         config: of the run.

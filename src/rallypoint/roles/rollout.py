@@ -2,40 +2,35 @@
 
 Owns: when a rank's engine is awake, and which weights it has. Must not know: what a response is for.
 
-Consumes: requests, at any time. Produces: outputs, as responses end. Waits for: the ranks, one time slice per call.
-Unblocked by: `sample`. Invariant: an engine is awake only while it has requests, and its role holds the turn meanwhile.
+Consumes: slices of time with the requests to begin in them. Produces: what was sampled in a slice. Waits for: nothing,
+as a slice ends by itself. Invariant: an engine is awake only while it has requests, and its role holds the turn
+meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
-from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
-from rallypoint.generation import GenerationEngine, Output, Request
+from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
 from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, make_room_for_neighbour
-from rallypoint.roles.engines import make_engine, make_outside_engine, start_server
+from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import TransportEnd, way_between
-from rallypoint.roles.requests import Gate, RankEngine, RequestQueue, SliceRequest, SliceResult
-from rallypoint.roles.schedule import Schedule
+from rallypoint.roles.rank_engine import RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
-
-_GRACE_S = 10.0
-"""Seconds that ranks may take to drop cancelled requests."""
 
 
 class RolloutWorker(TurnTaker):
@@ -62,7 +57,7 @@ class RolloutWorker(TurnTaker):
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick)
-        self._outside: RankEngine | None = None
+        self._guests: RankEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self._shares_actor:
@@ -83,7 +78,6 @@ class RolloutWorker(TurnTaker):
     def __exit__(self, *exception: object) -> None:
         self._until.close()
 
-    @scatter
     def advance(self, asked: SliceRequest) -> SliceResult:
         """Start new requests, cancel others, then sample until one ends or the time slice is over.
 
@@ -107,9 +101,8 @@ class RolloutWorker(TurnTaker):
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
-            # The driver waits for all ranks, so with several of them each samples for the whole slice.
-            refused, is_alone = self._training.take(asked), self._context.num_ranks == 1
-            done = self._training.sample(until_one_ends=is_alone, num_steps=asked.num_steps)
+            refused = self._training.take(asked)
+            done = self._training.sample(until_one_ends=True, num_steps=asked.num_steps)
             done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
             for error in (output.error for output in done.outputs):
                 if error is not None and not isinstance(error, GenerationError):
@@ -131,50 +124,50 @@ class RolloutWorker(TurnTaker):
         self._training.clear()
 
     @collect
-    def open_outside(self, max_rows: int) -> int:
-        """Prepare for requests from outside; return the most tokens that prompt and response may have together.
+    def open_guests(self, max_rows: int) -> int:
+        """Prepare for persons; return the most tokens that prompt and response may have together.
 
         Args:
-            max_rows: requests from outside that run at once.
+            max_rows: requests of persons that run at once.
         """
-        self._outside = self._new_outside(max_rows)
-        self._max_outside_rows = max_rows
-        return self._outside.engine.max_request_tokens
+        self._guests = self._new_guests(max_rows)
+        self._max_guest_rows = max_rows
+        return self._guests.engine.max_request_tokens
 
-    def _new_outside(self, max_rows: int) -> RankEngine:
+    def _new_guests(self, max_rows: int) -> RankEngine:
         config, decode = self._spec.config, self._spec.decoder()
         model = None if self._shard is None else self._shard.model
-        engine = make_outside_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
+        engine = make_guest_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
         return RankEngine(engine, self._context.tick)
 
     @scatter
     @in_turn()
-    def advance_outside(self, asked: SliceRequest) -> list[Output]:
-        """Do the same for requests from outside, on an engine of their own that sleeps between slices.
+    def advance_guests(self, asked: SliceRequest) -> list[Output]:
+        """Do the same for persons, on an engine of their own that sleeps between slices.
 
         So they change neither what training samples nor how much memory it finds.
         """
-        assert self._outside is not None, "`open_outside` comes first"
-        assert not self._is_sampling, "training samples: requests from outside wait"
+        assert self._guests is not None, "`open_guests` comes first"
+        assert not self._is_sampling, "training samples: persons wait"
         self.check_whole()
-        engine = self._outside.engine
+        engine = self._guests.engine
         if engine.version != self._engine.version:
             engine.load(self._engine.version, None)
         with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._renew_outside)
+            if_it_fails.callback(self._renew_guests)
             # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
-            outputs = self._outside.take(asked, streamed=True)
+            outputs = self._guests.take(asked, streamed=True)
             engine.wake()
             try:
-                outputs += self._outside.sample(until_one_ends=False).outputs
+                outputs += self._guests.sample(until_one_ends=False).outputs
             finally:
                 engine.sleep()
             if_it_fails.pop_all()
         return outputs
 
-    def _renew_outside(self) -> None:
-        """Forget the requests from outside; the driver tells their callers."""
-        self._outside = self._new_outside(self._max_outside_rows)
+    def _renew_guests(self) -> None:
+        """Forget the requests of persons; the driver tells their callers."""
+        self._guests = self._new_guests(self._max_guest_rows)
 
     @collect
     def memory(self) -> Metrics:
@@ -240,42 +233,28 @@ class RolloutWorker(TurnTaker):
 
 
 class Rollouts:
-    """The sampling role as the driver sees it."""
+    """The sampling role as the driver sees it; `Mailbox` calls it."""
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], way: Way, schedule: Schedule) -> None:
+    def __init__(self, group: WorkerGroup[RolloutWorker], way: Way) -> None:
         self._group = group
         self.way: Way = way
         """How published weights reach this role; "shared" when it samples from the actor's own tensors."""
-        self.version = 0
-        """Version of the weights that this role holds."""
-        self.num_loads = 0
-        """Number of loads so far."""
-        self.is_idle = asyncio.Event()
-        """Set while training has no request under way."""
-        self.is_idle.set()
-        self.after_load: Callable[[], None] = lambda: None
-        """Called when new weights were loaded."""
-        self.schedule = schedule
-        self._next_version = 0
-        self.gate = Gate()
-        self._requests = RequestQueue(self.num_ranks, self._advance, lambda: self._next_version, self.gate)
-        self._busy_s = [0.0] * self.num_ranks
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._numbers = itertools.count(1)
-        self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def create(cls, placement: Placement, say: Callable[[str], None] = lambda _: None) -> Rollouts:
+    async def create(cls, placement: Placement) -> Rollouts:
         """Start the workers; the actor's must be running already.
 
         Raises:
             PlacementError: the way that rollout.weights names cannot connect the processes of the two roles.
-            ScheduleError: rollout.schedule cannot be read, or is of another number of ranks.
         """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
-        way = way_between(placement.config, placement.groups["actor"].processes, group.processes)
-        return cls(group, way, Schedule.of(placement.config, placement.folder.path, group.mesh.size, say))
+        return cls(group, way_between(placement.config, placement.groups["actor"].processes, group.processes))
+
+    @property
+    def shares_actor(self) -> bool:
+        """Whether it samples from the actor's own tensors."""
+        return self.way == "shared"
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -287,99 +266,24 @@ class Rollouts:
         """Ranks that sample, each with all of the weights."""
         return self._group.mesh.size
 
-    def rank_of(self, place: int, num_prompts: int) -> int:
-        """Return the rank that samples the prompt at a place in its batch; neighbouring prompts share a rank."""
-        return (self.num_ranks * (place + 1) - 1) // num_prompts
+    async def advance(self, rank: int, asked: SliceRequest) -> SliceResult:
+        """Have a rank sample for a slice; it is sent at once, before the first wait."""
+        return await self._group.call_rank(rank, RolloutWorker.advance, asked)
 
-    async def sample(self, request: Request, rank: int | None = None) -> list[Output]:
-        """Sample one response and return its outputs; the last one has the finish reason.
+    async def forget(self) -> None:
+        """Have all ranks give up what they sample for training and sessions."""
+        await self._group.call(RolloutWorker.forget)
 
-        Requests that are submitted in the same pass of the event loop are sampled together.
+    async def open_guests(self, max_rows: int) -> int:
+        """Prepare for persons, of whom `max_rows` are answered on each rank at once.
 
-        Args:
-            request: what to sample.
-            rank: the rank that samples it; None for the one with the fewest requests.
-
-        Raises:
-            GenerationError: the engine failed on this request.
-            WorkerError: a rank failed, and all requests with it.
+        Returns the most tokens that prompt and response may have together.
         """
-        outputs: list[Output] = []
-        number, ended = next(self._numbers), asyncio.get_running_loop().create_future()
+        return min(await self._group.call(RolloutWorker.open_guests, max_rows))
 
-        def deliver(output: Output) -> None:
-            outputs.append(output)
-            if output.finish_reason is not None and not ended.done():
-                ended.set_result(None)
-
-        self._waiting[number] = ended
-        self._requests.submit(number, request, deliver, rank)
-        self.schedule.wake()
-        if self._pump is None or self._pump.done():
-            self.is_idle.clear()
-            self._pump = asyncio.create_task(self._sample_all())
-            self._pump.add_done_callback(self._end_sampling)
-        try:
-            await ended
-        except asyncio.CancelledError:
-            self._requests.cancel(number)
-            raise
-        finally:
-            del self._waiting[number]
-        if outputs[-1].error is not None:
-            raise outputs[-1].error
-        return outputs
-
-    async def stop(self) -> None:
-        """Cancel all requests, and wait until none is running."""
-        if self._pump is not None and not self._pump.done():
-            self._pump.cancel()
-            await asyncio.gather(self._pump, return_exceptions=True)
-            with contextlib.suppress(RallyError, TimeoutError):  # whoever stops has a reason, which is told
-                async with asyncio.timeout(_GRACE_S):
-                    await self._group.call(RolloutWorker.forget)
-
-    def take_busy_s(self) -> list[float]:
-        """Return the seconds that each rank has sampled since the last call."""
-        busy_s, self._busy_s = self._busy_s, [0.0] * self.num_ranks
-        return busy_s
-
-    async def _advance(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:
-        """Have every rank do what it is asked; by a schedule when it says so."""
-        slices = await self.schedule.send(asked, lambda asked: self._group.call(RolloutWorker.advance, asked))
-        for rank, one in enumerate(slices):
-            self._busy_s[rank] += one.busy_s
-        return [one.outputs for one in slices]
-
-    async def _sample_all(self) -> None:
-        """Call the ranks until no request is left."""
-        while self._requests.has_work:
-            await self._requests.advance()
-
-    def _end_sampling(self, pump: asyncio.Task[None]) -> None:
-        """Pass a rank's error on to every caller who waits for a response."""
-        if pump.cancelled() or pump.exception() is not None:
-            self._requests.clear()
-            for ended in self._waiting.values():
-                if pump.cancelled():
-                    ended.cancel()
-                elif not ended.done():
-                    ended.set_exception(cast("BaseException", pump.exception()))
-        if self._pump is pump:
-            self.is_idle.set()
-
-    async def open_outside(self, max_rows: int) -> tuple[RequestQueue, int]:
-        """Return a queue for requests from outside, and the most tokens that prompt and response may have together.
-
-        Advance the queue only while `is_idle` is set; `max_rows` of its requests run on each rank at once.
-        """
-        longest = min(await self._group.call(RolloutWorker.open_outside, max_rows))
-        queue = RequestQueue(
-            self.num_ranks,
-            lambda asked: self._group.call(RolloutWorker.advance_outside, asked),
-            lambda: self._next_version,
-        )
-        return queue, longest
+    async def advance_guests(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:
+        """Have all ranks sample for persons for a slice."""
+        return await self._group.call(RolloutWorker.advance_guests, asked)
 
     async def connect(self, plan: TransferPlan) -> None:
         """Connect every rank to the ranks that send weights."""
@@ -387,12 +291,17 @@ class Rollouts:
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Load new weights on every rank: from a folder, or as they arrive."""
+        await self._group.call(RolloutWorker.load, version, published)
 
-        async def load() -> None:
-            self._next_version = version  # calls reach a rank in the order in which they are sent
-            await self._group.call(RolloutWorker.load, version, published)
 
-        await self.schedule.load(version, load)
-        self.version = version
-        self.num_loads += 1
-        self.after_load()
+class Subscriber(Protocol):
+    """What weights are published to: it stands in front of the rollout role, so that they arrive between two slices."""
+
+    @property
+    def role(self) -> Rollouts:
+        """The role."""
+        ...
+
+    async def load(self, version: int, published: Path | None = None) -> None:
+        """See `Rollouts.load`."""
+        ...

@@ -1,6 +1,6 @@
 """The file `schedule.jsonl` of a run that samples ahead, as it is read: whose it is, and whether a run can repeat it.
 
-Owns: what the file says of its run. Must not know: how calls are written down or repeated (`roles/schedule.py`), or
+Owns: what the file says of its run. Must not know: how calls are written down or repeated (`sampling/replay.py`), or
 torch, as the file is read before anything is started.
 
 The first line has the number of ranks that sample, and every key of the config that decides what they are asked for.

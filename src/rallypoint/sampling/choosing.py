@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from rallypoint.config import RunConfig
 from rallypoint.errors import RallyError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
-from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.group import GroupUnderWay
 from rallypoint.sampling.groups import Groups, PromptsDone
+from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.over_sampling import OverSampledGroups
 from rallypoint.sampling.under_way import UnderWay
 from rallypoint.types import Metrics, Sum
@@ -35,16 +35,16 @@ class Choice:
     groups: Groups
     """Order and bound; `begin` makes them."""
 
-    def __init__(self, config: RunConfig, rollouts: Rollouts, under_way: UnderWay, admit: Callable[[], None]) -> None:
+    def __init__(self, config: RunConfig, mailbox: Mailbox, under_way: UnderWay, admit: Callable[[], None]) -> None:
         """Begin without groups.
 
         Args:
             config: of the run.
-            rollouts: the role that samples.
+            mailbox: in front of the role that samples.
             under_way: what is sampled and scored.
             admit: begins with prompts while there are free slots.
         """
-        self._config, self._rollouts, self._under_way, self._admit = config, rollouts, under_way, admit
+        self._config, self._mailbox, self._under_way, self._admit = config, mailbox, under_way, admit
         self._dropped: dict[int, GroupUnderWay] = {}
         """Groups that were dropped, and that no step has counted yet."""
 
@@ -99,7 +99,7 @@ class Choice:
         rollout = self._config.rollout
         with contextlib.ExitStack() as until_chosen:
             if rollout.over_sampling is not None:
-                until_chosen.enter_context(self._rollouts.gate.watched())
+                until_chosen.enter_context(self._mailbox.barrier.watched())
             self._admit()
             groups = await self._next_groups()
             while rollout.dynamic_sampling and (without := await self._under_way.without_signal(groups)):
@@ -119,7 +119,7 @@ class Choice:
         while (indices := self._find_next()) is None:
             groups = list(self._under_way.groups.values())
             if len(groups) < self._config.rollout.num_prompts:
-                raise StalenessError(f"no weights were loaded since the batch before: version {self._rollouts.version}")
+                raise StalenessError(f"no weights were loaded since the batch before: version {self._mailbox.version}")
             async with self._under_way.unless_it_fails(groups):
                 if self._config.rollout.over_sampling is None:
                     await self._under_way.see_one_complete(groups)
@@ -137,7 +137,7 @@ class Choice:
         rollout, num_replaced = self._config.rollout, len(self.groups.replaced)
         if rollout.dynamic_sampling and num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
             raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
-        if (taken := self._rollouts.schedule.next_take()) is None:
+        if (taken := self._mailbox.schedule.next_take()) is None:
             return self.groups.next()
         missing = sorted(set(taken) - self._under_way.groups.keys())
         if missing and (not self.drops_ahead or self.groups.all_are_complete):
@@ -151,9 +151,9 @@ class Choice:
 
     async def _see_who_ended(self, groups: Sequence[GroupUnderWay]) -> None:
         """Have the ranks sample for a slice, and note whose rollouts are then complete, in order of admission."""
-        if not self._rollouts.is_idle.is_set() or not self._note_ended(groups):
+        if not self._mailbox.is_idle.is_set() or not self._note_ended(groups):
             with span("rollout"):
-                await self._under_way.wait(self._rollouts.gate.next(), groups)
+                await self._under_way.wait(self._mailbox.barrier.next(), groups)
             self._note_ended(groups)
 
     def _note_ended(self, groups: Sequence[GroupUnderWay]) -> bool:
@@ -165,12 +165,12 @@ class Choice:
 
     async def begin_again(self) -> None:
         """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
-        replay = self._rollouts.schedule.replay
+        replay = self._mailbox.schedule.replay
         if replay is None or not replay.resumes_after(self.groups.num_taken // self._config.rollout.num_prompts):
             return
         for cohort in {group.cohort for group in self._under_way.groups.values()}:
             cohort.close()
         self._under_way.groups.clear()
-        await self._rollouts.stop()
+        await self._mailbox.stop()
         self.begin(replay.resume())
-        self.groups.loaded(self._rollouts.version)
+        self.groups.loaded(self._mailbox.version)

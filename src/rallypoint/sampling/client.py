@@ -20,7 +20,7 @@ from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import name_of
 from rallypoint.errors import EpisodeError, GenerationError, RallyError
 from rallypoint.generation import Request, SamplingParams, as_turn
-from rallypoint.roles.rollout import Rollouts
+from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import Trajectory, Turn
 from rallypoint.user_code import format_user_traceback
 
@@ -34,7 +34,7 @@ class EpisodeClient:
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        mailbox: Mailbox,
         params: SamplingParams,
         prompt: int,
         sample: int,
@@ -46,7 +46,7 @@ class EpisodeClient:
         """Begin without tokens.
 
         Args:
-            rollouts: role that samples.
+            mailbox: in front of the role that samples.
             params: how turns are drawn; the seed is that of the first one.
             prompt: index of the prompt in the run.
             sample: which of the rollouts of the prompt this is.
@@ -55,7 +55,7 @@ class EpisodeClient:
             tokenizer: the model's, for the episode.
         """
         self.params, self.prompt_index = params, prompt
-        self._rollouts, self._sample, self._rank, self._max_tokens = rollouts, sample, rank, max_tokens
+        self._mailbox, self._sample, self._rank, self._max_tokens = mailbox, sample, rank, max_tokens
         self._tokens: tuple[int, ...] = ()
         self._turns: list[Turn] = []
         self._is_sampling, self._is_full, self._tokenizer = False, False, tokenizer
@@ -110,7 +110,7 @@ class EpisodeClient:
         request = Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
         self._is_sampling = True
         try:
-            turn = as_turn(added, await self._rollouts.sample(request, self._rank))
+            turn = as_turn(added, await self._mailbox.sample(request, self._rank))
         finally:
             self._is_sampling = False
         self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it

@@ -26,8 +26,8 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.client import EpisodeClient
+from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import RolloutBatch, Trajectory, assemble
 
 GRACE_S = 5.0
@@ -109,7 +109,7 @@ class Sampler:
     def __init__(
         self,
         config: RunConfig,
-        rollouts: Rollouts,
+        mailbox: Mailbox,
         *,
         tokenizer: PreTrainedTokenizerBase,
         grader: Grader,
@@ -122,7 +122,7 @@ class Sampler:
 
         Args:
             config: of the run.
-            rollouts: the role that samples.
+            mailbox: in front of the role that samples.
             tokenizer: for texts.
             grader: asks the reward function.
             say: given a line for the user, from any thread.
@@ -131,7 +131,7 @@ class Sampler:
             clock: seconds, for `Times`.
         """
         self._failed = failed
-        self._config, self._rollouts, self._grader, self._episode = config, rollouts, grader, episode
+        self._config, self._mailbox, self._grader, self._episode = config, mailbox, grader, episode
         self._tokenizer, self._token_texts, self._say, self._clock = tokenizer, TokenTexts(tokenizer), say, clock
         # Each cohort keeps one busy, and asyncio's own are few.
         self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
@@ -178,12 +178,12 @@ class Sampler:
         cohort = Cohort(scoring, loop.run_in_executor(self._threads, scoring.run))
         cohort.running.add_done_callback(self._look_at)
         for place, (index, prompt) in enumerate(prompts.items()):
-            rank = self._rollouts.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
+            rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
             times = Times(admitted=self._clock())
             most = self._config.max_row_tokens
             clients = [
                 EpisodeClient(
-                    self._rollouts, params, index, number, rank=rank, max_tokens=most, tokenizer=self._tokenizer
+                    self._mailbox, params, index, number, rank=rank, max_tokens=most, tokenizer=self._tokenizer
                 )
                 for number in range(group_size)
             ]

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from rallypoint.roles.requests import SLICE_S
+from rallypoint.roles.rank_engine import SLICE_S
 from rallypoint.run.timeline import GroupTimes, StepTimes
 
 _NUM_FITS, _NO_ROWS = 5, 1e-6

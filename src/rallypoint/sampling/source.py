@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +37,7 @@ from rallypoint.run.timeline import StepTimes
 from rallypoint.sampling.choosing import Choice
 from rallypoint.sampling.group import GRACE_S, GroupUnderWay, Sampler, sampling_params
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Sampled, measure, measure_sources, shown_tokens
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.sampling.under_way import UnderWay
@@ -55,7 +57,7 @@ class RolloutSource:
     def __init__(
         self,
         config: RunConfig,
-        rollouts: Rollouts,
+        mailbox: Mailbox,
         *,
         train: EncodedPrompts | StreamedPrompts,
         validation: EncodedPrompts | None,
@@ -71,7 +73,7 @@ class RolloutSource:
         patience_s: float = PATIENCE_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        self.rollouts = rollouts
+        self.mailbox = mailbox
         self.newest: StepRollouts | None = None
         """Rollouts of the newest batch."""
         self.validated: StepRollouts | None = None
@@ -80,7 +82,7 @@ class RolloutSource:
         self._say, self._reward_models = say, reward_models
         self._times = Timekeeper(clock, write_times)
         self._under_way = UnderWay(
-            rollouts,
+            mailbox,
             grader,
             slowest=self._times.slowest,
             say=say,
@@ -88,10 +90,10 @@ class RolloutSource:
             grace_s=grace_s,
             advantage=advantage,
         )
-        self._choice = Choice(config, rollouts, self._under_way, self._admit)
+        self._choice = Choice(config, mailbox, self._under_way, self._admit)
         self._sampler = Sampler(
             config,
-            rollouts,
+            mailbox,
             tokenizer=tokenizer,
             grader=grader,
             say=say,
@@ -106,7 +108,6 @@ class RolloutSource:
         self._is_shown = shown_tokens(tokenizer, stop_tokens)
         self._num_loads = 0
         self.done = PromptsDone()
-        rollouts.after_load = self._loaded
 
     @property
     def done(self) -> PromptsDone:
@@ -130,6 +131,18 @@ class RolloutSource:
     def num_admitted(self, num_prompts: int) -> None:
         self.done = PromptsDone(num_prompts, num_prompts)
 
+    @property
+    def role(self) -> Rollouts:
+        """The role that samples."""
+        return self.mailbox.role
+
+    async def load(self, version: int, published: Path | None = None) -> None:
+        """Have the ranks load new weights; a run that samples ahead has more to sample then."""
+        await self.mailbox.load(version, published)
+        self._times.loaded()
+        if self._config.rollout.max_staleness:
+            self._admit()
+
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""
         self._under_way.hurry()
@@ -152,11 +165,11 @@ class RolloutSource:
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._choice.groups.take(taken)
         if self._config.rollout.window > 1:
-            self.rollouts.schedule.taken(list(taken))
+            self.mailbox.schedule.taken(list(taken))
         for index in taken:
             del self._under_way.groups[index]
         step = self._choice.groups.num_taken // self._config.rollout.num_prompts
-        idle = self._times.taken(step, groups, self.rollouts.take_busy_s())
+        idle = self._times.taken(step, groups, self.mailbox.take_busy_s())
         if self._config.rollout.max_staleness:
             aged = sampled.aged(self._choice.groups.age, keeps=self._config.rollout.on_load == "keep")
             sampled = dataclasses.replace(aged, metrics=merge(aged.metrics, idle))
@@ -188,9 +201,9 @@ class RolloutSource:
 
     def _admit(self) -> None:
         """Submit prompts while there are free slots; all of them are submitted before their first token is sampled."""
-        if self.rollouts.num_loads > self._num_loads:
-            self._num_loads = self.rollouts.num_loads
-            self._choice.groups.loaded(self.rollouts.version)
+        if self.mailbox.num_loads > self._num_loads:
+            self._num_loads = self.mailbox.num_loads
+            self._choice.groups.loaded(self.mailbox.version)
         num_prompts, admitted = self._config.rollout.num_prompts, self._choice.groups.admit()
         for first in range(0, len(admitted), num_prompts):
             prompts: dict[int, Prompt] = {}
@@ -205,12 +218,6 @@ class RolloutSource:
                 num_places=num_prompts if self._choice.drops_ahead else None,
             )
             self._under_way.add(cohort.groups, are_watched=self._config.rollout.over_sampling is not None)
-
-    def _loaded(self) -> None:
-        """Take note of new weights; a run that samples ahead has more to sample now."""
-        self._times.loaded()
-        if self._config.rollout.max_staleness:
-            self._admit()
 
     async def _finish(self, groups: Sequence[GroupUnderWay], replaced: Sequence[GroupUnderWay] = ()) -> Sampled:
         """Wait until groups are sampled and scored; after an error nothing is left running.

@@ -18,8 +18,8 @@ from rallypoint.algorithms import Advantage
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup
 from rallypoint.observability import span
-from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.group import AbandonedError, GroupUnderWay
+from rallypoint.sampling.mailbox import Mailbox
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +29,7 @@ class UnderWay:
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        mailbox: Mailbox,
         grader: Grader,
         *,
         slowest: Callable[[Sequence[GroupUnderWay]], str | None],
@@ -41,7 +41,7 @@ class UnderWay:
         """Begin without groups.
 
         Args:
-            rollouts: the role that samples.
+            mailbox: in front of the role that samples.
             grader: asks the reward function.
             slowest: names a group that is much slower than the others.
             say: given a line for the user.
@@ -53,7 +53,7 @@ class UnderWay:
         self.is_complete = asyncio.Event()
         """Set when another group is complete."""
         self._interrupted = asyncio.Event()
-        self._rollouts, self._grader = rollouts, grader
+        self._mailbox, self._grader = mailbox, grader
         self._slowest, self._say, self._patience_s, self._grace_s = slowest, say, patience_s, grace_s
         self._advantage = advantage
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,7 +64,7 @@ class UnderWay:
 
         Args:
             groups: that were admitted together.
-            are_watched: whether somebody watches at a gate who has ended, also while no rank samples.
+            are_watched: whether somebody watches at a barrier who has ended, also while no rank samples.
         """
         self.groups |= {group.index: group for group in groups}
         if are_watched:
@@ -72,8 +72,8 @@ class UnderWay:
                 group.sampled.add_done_callback(self._look)
 
     def _look(self, _: object) -> None:
-        if self._rollouts.is_idle.is_set():  # as while a slow tool is used
-            self._rollouts.gate.look()
+        if self._mailbox.is_idle.is_set():  # as while a slow tool is used
+            self._mailbox.barrier.look()
 
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""
@@ -147,7 +147,7 @@ class UnderWay:
     def _held_up(self, groups: Sequence[GroupUnderWay]) -> str | None:
         """Say which groups have episodes that wait for something else than a response; None while a rank samples."""
         left = [group for group in groups if not group.sampled.done()]
-        if not left or not self._rollouts.is_idle.is_set():
+        if not left or not self._mailbox.is_idle.is_set():
             return None
         return (
             f"the step waits for {len(left)} of {len(groups)} prompts, of which no response is being sampled: "
@@ -174,11 +174,11 @@ class UnderWay:
         for cohort in {group.cohort for group in (*groups, *self.groups.values())}:
             cohort.close()
         self._grader.close()  # otherwise threads would go on waiting for its calls
-        await self._rollouts.stop()
+        await self._mailbox.stop()
 
     async def abort(self, indices: Sequence[int]) -> None:
         """Cancel some groups, and all that is sampled; the others of their cohorts are still scored."""
         for index in indices:
             self.groups.pop(index).close()
         if indices:
-            await self._rollouts.stop()
+            await self._mailbox.stop()

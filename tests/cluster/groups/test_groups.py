@@ -169,6 +169,10 @@ def test_broadcast_calls_all_and_returns_the_first_ranks_result(group, run):
     assert [metrics["total"] for metrics in run(group.call(Worker.metrics))] == [10, 10]
 
 
+def test_one_rank_can_be_called_without_the_others(group, run):
+    assert run(group.call_rank(1, Worker.echo, [7, 8], factor=10)) == [(1, 70), (1, 80)]
+
+
 @pytest.mark.parametrize(
     ("items", "expected"),
     [

@@ -22,8 +22,8 @@ from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import PUBLISHED
+from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.reference import ReferenceWorker
-from rallypoint.roles.requests import SliceRequest
 from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.types import ActorBatch, ScoredBatch, Sequences, Trajectory, assemble

@@ -14,7 +14,7 @@ from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.requests import SliceRequest
+from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.rollout import RolloutWorker
 
 
@@ -49,9 +49,9 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     context = WorkerContext("rollout", 0, Mesh({"dp_replicate": 1}), 1, "cpu", {}, tick)
     ActorWorker(context, spec, actor_loss_of(spec.config))
     rollout = RolloutWorker(context, spec, shares_actor=True)
-    rollout.open_outside(4)
+    rollout.open_guests(4)
     prompt, params = (3, 4, 5), SamplingParams(max_new_tokens=12)
-    first = rollout.advance_outside(SliceRequest(new=((7, Request(tokens=prompt, params=params)),)))
+    first = rollout.advance_guests(SliceRequest(new=((7, Request(tokens=prompt, params=params)),)))
     assert first[-1].finish_reason is None
 
     model = ActorParts.find(context).engine.shard.model
@@ -59,9 +59,9 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     rollout.load(1, None)
-    rest = rollout.advance_outside(SliceRequest())
+    rest = rollout.advance_guests(SliceRequest())
     while rest[-1].finish_reason is None:  # on a busy machine a slice is not enough
-        rest += rollout.advance_outside(SliceRequest())
+        rest += rollout.advance_guests(SliceRequest())
 
     assert {output.version for output in first} == {0}
     assert {output.version for output in rest} == {1}

@@ -19,7 +19,7 @@ PROMPT = Prompt((5, 6), EXAMPLE)
 TOKENIZER = object()
 
 
-class FakeRollouts:
+class FakeMailbox:
     """Answers every request with its number of tokens."""
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class FakeRollouts:
 
 
 def have(episode, *, max_tokens: int = 12):
-    rollouts = FakeRollouts()
+    mailbox = FakeMailbox()
     params = SamplingParams(max_new_tokens=5)
     client = EpisodeClient(
-        cast("Any", rollouts), params, 7, 1, rank=0, max_tokens=max_tokens, tokenizer=cast("Any", TOKENIZER)
+        cast("Any", mailbox), params, 7, 1, rank=0, max_tokens=max_tokens, tokenizer=cast("Any", TOKENIZER)
     )
-    return asyncio.run(client.have(episode, PROMPT)), rollouts.asked
+    return asyncio.run(client.have(episode, PROMPT)), mailbox.asked
 
 
 async def first_of_two(prompt, client):

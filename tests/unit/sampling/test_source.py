@@ -14,20 +14,19 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import ADVANTAGES
-from rallypoint.cluster import Mesh
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
-from rallypoint.roles.requests import SliceResult
+from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.roles.reward import RewardModels
-from rallypoint.roles.rollout import Rollouts, RolloutWorker
-from rallypoint.roles.schedule import Recorder, Replay, Schedule
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.sampling.group import AbandonedError
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.replay import Recorder, Replay, Schedule
 from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import Trajectory
 
@@ -35,16 +34,13 @@ P, G = 4, 2
 CONFIG = load_config("digits", [f"rollout={{num_prompts: {P}, group_size: {G}, max_response_tokens: 5}}"]).config
 
 
-class FakeRollouts:
+class FakeMailbox:
     """Answers a request with its numbers, after a while, and remembers what it was asked."""
-
-    num_ranks = 2
 
     def __init__(self, seed=0):
         self.version, self.num_loads, self.random = 0, 1, random.Random(seed)
         self.asked, self.failing, self.num_stops = [], set(), 0
-        self.after_load, self.schedule = lambda: None, Schedule()
-        self.is_idle = asyncio.Event()
+        self.schedule, self.is_idle = Schedule(), asyncio.Event()
 
     def rank_of(self, place, num_prompts):
         return place * 2 // num_prompts
@@ -62,9 +58,8 @@ class FakeRollouts:
                    finish_reason="stop")
         ]  # fmt: skip
 
-    def load(self, version):
+    async def load(self, version, published):
         self.version, self.num_loads = version, self.num_loads + 1
-        self.after_load()
 
     def take_busy_s(self):
         return [0.5, 0.25]
@@ -92,12 +87,12 @@ class FakeTokenizer:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, sampling=None, **options):
+def make_source(mailbox, *, grader=None, max_failed=CONFIG.reward.max_failed, sampling=None, **options):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
     reward = CONFIG.reward.model_copy(update={"max_failed": max_failed})
     return RolloutSource(
         CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
-        rollouts,
+        mailbox,
         train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
         validation=None,
         tokenizer=cast("PreTrainedTokenizerBase", FakeTokenizer()),
@@ -110,8 +105,8 @@ def make_source(rollouts, *, grader=None, max_failed=CONFIG.reward.max_failed, s
 
 def test_a_batch_is_the_same_whatever_the_latencies_and_is_asked_for_in_order():
     async def batch(seed):
-        rollouts = FakeRollouts(seed)
-        return await make_source(rollouts).next_batch(), rollouts.asked
+        mailbox = FakeMailbox(seed)
+        return await make_source(mailbox).next_batch(), mailbox.asked
 
     found = [asyncio.run(batch(seed)) for seed in range(3)]
     for sampled, asked in found:
@@ -131,8 +126,8 @@ async def asks_again(prompt, client):
 
 def test_an_environment_of_two_turns_is_sampled_on_the_same_road_and_trains_its_own_tokens_only():
     async def main():
-        rollouts = FakeRollouts()
-        return await make_source(rollouts, episode=asks_again).next_batch(), rollouts.asked
+        mailbox = FakeMailbox()
+        return await make_source(mailbox, episode=asks_again).next_batch(), mailbox.asked
 
     sampled, asked = asyncio.run(main())
     row = sampled.batch.rows([5])  # the second rollout of the third prompt
@@ -155,10 +150,10 @@ async def goes_on(prompt, client):
 
 def test_a_turn_without_room_in_its_row_fails_that_rollout_and_not_the_run():
     async def main():
-        rollouts = FakeRollouts()
+        mailbox = FakeMailbox()
         with pytest.raises(GenerationError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
-            await make_source(rollouts, episode=goes_on).next_batch()
-        return [request.params.max_new_tokens for p, s, _, request in rollouts.asked if (p, s) == (0, 0)]
+            await make_source(mailbox, episode=goes_on).next_batch()
+        return [request.params.max_new_tokens for p, s, _, request in mailbox.asked if (p, s) == (0, 0)]
 
     assert asyncio.run(main()) == [5, 5, 1]
 
@@ -168,15 +163,15 @@ async def tries_twice(prompt, client):
     try:
         return Trajectory(turns=(await client.sample(prompt.tokens),))
     except GenerationError:
-        client._rollouts.failing = set()
+        client._mailbox.failing = set()
         return Trajectory(turns=(await client.sample(prompt.tokens),))
 
 
 def test_an_episode_may_repeat_a_turn_that_failed_and_asks_for_the_same_again():
     async def main():
-        rollouts = FakeRollouts()
-        rollouts.failing = {(1, 0)}
-        return await make_source(rollouts, episode=tries_twice).next_batch(), rollouts.asked
+        mailbox = FakeMailbox()
+        mailbox.failing = {(1, 0)}
+        return await make_source(mailbox, episode=tries_twice).next_batch(), mailbox.asked
 
     sampled, asked = asyncio.run(main())
     first, second = [request for p, s, _, request in asked if (p, s) == (1, 0)]
@@ -192,16 +187,16 @@ def test_an_error_of_scoring_while_others_are_sampled_is_all_that_is_said():
 
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
-        rollouts = FakeRollouts()
-        answer = rollouts.sample
+        mailbox = FakeMailbox()
+        answer = mailbox.sample
 
         async def sample(request, rank):
             await asyncio.sleep(30 if request.prompt_index else 0)
             return await answer(request, rank)
 
-        rollouts.sample = sample
+        mailbox.sample = sample
         with pytest.raises(TooManyFailuresError, match="unreadable"):
-            await make_source(rollouts, grader=Inline(unreadable), max_failed=0.0).next_batch()
+            await make_source(mailbox, grader=Inline(unreadable), max_failed=0.0).next_batch()
         await asyncio.sleep(0.01)
         gc.collect()
 
@@ -212,9 +207,9 @@ def test_an_error_of_scoring_while_others_are_sampled_is_all_that_is_said():
 
 def test_a_rollout_that_fails_is_left_out_and_counted():
     async def main():
-        rollouts = FakeRollouts()
-        rollouts.failing = {(1, 0), (2, 0), (2, 1)}
-        return await make_source(rollouts).next_batch()
+        mailbox = FakeMailbox()
+        mailbox.failing = {(1, 0), (2, 0), (2, 1)}
+        return await make_source(mailbox).next_batch()
 
     sampled = asyncio.run(main())
     assert sampled.metrics.scalars()["rollout/failed"] == 3
@@ -224,16 +219,16 @@ def test_a_rollout_that_fails_is_left_out_and_counted():
 @pytest.mark.parametrize("max_staleness", range(3))
 def test_batches_are_sampled_ahead_within_the_bound(max_staleness):
     async def main():
-        rollouts = FakeRollouts()
-        source = make_source(rollouts, sampling={"max_staleness": max_staleness})
+        mailbox = FakeMailbox()
+        source = make_source(mailbox, sampling={"max_staleness": max_staleness})
         staleness = []
         for step in range(5):
             sampled = await source.next_batch()
             await asyncio.sleep(0.05)  # an update, beside which the groups ahead are sampled
             staleness.append(step - int(sampled.batch.versions.min()))
             assert sampled.batch.prompt_index[0] == step * P
-            assert len(rollouts.asked) == (step + 1 + max_staleness) * P * G
-            rollouts.load(step + 1)
+            assert len(mailbox.asked) == (step + 1 + max_staleness) * P * G
+            await source.load(step + 1)
         await source.close()
         return source.num_admitted, max(staleness)
 
@@ -242,7 +237,7 @@ def test_batches_are_sampled_ahead_within_the_bound(max_staleness):
 
 def test_a_batch_that_no_weights_were_loaded_for_is_refused():
     async def main():
-        source = make_source(FakeRollouts())
+        source = make_source(FakeMailbox())
         await source.next_batch()
         with pytest.raises(StalenessError, match="no weights were loaded since the batch before: version 0"):
             await source.next_batch()
@@ -252,12 +247,12 @@ def test_a_batch_that_no_weights_were_loaded_for_is_refused():
 
 def test_a_token_older_than_the_bound_stops_the_run():
     async def main():
-        rollouts = FakeRollouts()
-        source = make_source(rollouts, sampling={"max_staleness": 1})
+        mailbox = FakeMailbox()
+        source = make_source(mailbox, sampling={"max_staleness": 1})
         for version in (4, 8):
             await source.next_batch()
-            rollouts.load(version)
-            rollouts.version = 0  # as of a rank that has missed the load
+            await source.load(version)
+            mailbox.version = 0  # as of a rank that has missed the load
         with pytest.raises(
             StalenessError, match=r"prompt 8 was sampled from version 0; the newest is 8, .* allowed is 4"
         ):
@@ -268,19 +263,19 @@ def test_a_token_older_than_the_bound_stops_the_run():
 
 def test_a_window_lets_a_step_overtake_a_straggler_and_the_straggler_is_taken_later():
     async def main():
-        rollouts, straggler = FakeRollouts(), asyncio.Event()
-        answer = rollouts.sample
+        mailbox, straggler = FakeMailbox(), asyncio.Event()
+        answer = mailbox.sample
 
         async def sample(request, rank):
             if request.prompt_index == 0:
                 await straggler.wait()
             return await answer(request, rank)
 
-        rollouts.sample = sample
-        source = make_source(rollouts, sampling={"max_staleness": 2, "window": P + 1})
+        mailbox.sample = sample
+        source = make_source(mailbox, sampling={"max_staleness": 2, "window": P + 1})
         first = await source.next_batch()
         kept = source.done
-        rollouts.load(1)
+        await source.load(1)
         straggler.set()
         second = await source.next_batch()
         await source.close()
@@ -301,8 +296,8 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
         return float(free.wait(60)) if is_reward and solution_str.startswith("12 ") else 1.0
 
     async def main():
-        rollouts, named = FakeRollouts(), asyncio.Event()
-        answer = rollouts.sample
+        mailbox, named = FakeMailbox(), asyncio.Event()
+        answer = mailbox.sample
 
         async def sample(request, rank):
             if not is_reward and request.prompt_index == 2:
@@ -313,9 +308,9 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
             said.append(line)
             named.set()
 
-        rollouts.sample = sample
+        mailbox.sample = sample
         source = make_source(
-            rollouts,
+            mailbox,
             sampling={"max_staleness": max_staleness},
             grader=InThreads(score),
             say=say,
@@ -340,8 +335,8 @@ def test_episodes_that_wait_for_something_else_than_a_response_are_named_also_in
     said = []
 
     async def main():
-        rollouts, named = FakeRollouts(), asyncio.Event()
-        rollouts.is_idle.set()
+        mailbox, named = FakeMailbox(), asyncio.Event()
+        mailbox.is_idle.set()
 
         async def uses_a_tool(prompt, client):
             await named.wait()
@@ -351,7 +346,7 @@ def test_episodes_that_wait_for_something_else_than_a_response_are_named_also_in
             said.append(line)
             named.set()
 
-        sampled = await make_source(rollouts, episode=uses_a_tool, say=say, patience_s=0.02).next_batch()
+        sampled = await make_source(mailbox, episode=uses_a_tool, say=say, patience_s=0.02).next_batch()
         return len(sampled.batch)
 
     assert asyncio.run(main()) == P * G
@@ -361,7 +356,7 @@ def test_episodes_that_wait_for_something_else_than_a_response_are_named_also_in
 
 def test_the_turns_of_an_episode_have_the_versions_that_sampled_them_and_a_row_counts_as_its_oldest():
     async def main():
-        rollouts, loaded = FakeRollouts(), asyncio.Event()
+        mailbox, loaded = FakeMailbox(), asyncio.Event()
 
         async def over_a_load(prompt, client):
             first = await client.sample(prompt.tokens)
@@ -369,10 +364,10 @@ def test_the_turns_of_an_episode_have_the_versions_that_sampled_them_and_a_row_c
                 await loaded.wait()
             return Trajectory(turns=(first, await client.sample((7,))))
 
-        source = make_source(rollouts, episode=over_a_load, sampling={"max_staleness": 1})
+        source = make_source(mailbox, episode=over_a_load, sampling={"max_staleness": 1})
         await source.next_batch()
         await asyncio.sleep(0.05)  # the second step's first turns are sampled meanwhile
-        rollouts.load(1)
+        await source.load(1)
         loaded.set()
         batch = (await source.next_batch()).batch
         await source.close()
@@ -393,19 +388,19 @@ def test_a_step_that_is_given_up_while_others_are_sampled_ahead_is_not_done_and_
         return 1.0
 
     async def main():
-        rollouts = FakeRollouts()
-        source = make_source(rollouts, sampling={"max_staleness": 2}, grader=InThreads(score), grace_s=0.01)
+        mailbox = FakeMailbox()
+        source = make_source(mailbox, sampling={"max_staleness": 2}, grader=InThreads(score), grace_s=0.01)
         await source.next_batch()
-        rollouts.load(1)
+        await source.load(1)
         second = asyncio.create_task(source.next_batch())
         await asyncio.to_thread(hangs.wait, 60)
         source.hurry()
         with pytest.raises(AbandonedError, match=r"the reward function was busy for 0\.01 s more"):
             await second
         free.set()
-        done, before = source.done, rollouts.num_stops
+        done, before = source.done, mailbox.num_stops
         await source.close()
-        resumed = make_source(FakeRollouts(), sampling={"max_staleness": 2})
+        resumed = make_source(FakeMailbox(), sampling={"max_staleness": 2})
         resumed.done = done
         again = await resumed.next_batch()
         await resumed.close()
@@ -419,10 +414,10 @@ def test_a_step_that_is_given_up_while_others_are_sampled_ahead_is_not_done_and_
 
 def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
     async def main():
-        rollouts = FakeRollouts()
-        source = make_source(rollouts, sampling={"max_staleness": 1})
+        mailbox = FakeMailbox()
+        source = make_source(mailbox, sampling={"max_staleness": 1})
         await source.next_batch()
-        rollouts.load(3)
+        await source.load(3)
         sampled = await source.next_batch()  # of version 0, but for what was sampled since
         await source.close()
         return sampled
@@ -438,11 +433,11 @@ def test_the_versions_of_tokens_reach_the_batch_and_the_metrics():
 
 def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
     async def batches(seed):
-        rollouts = FakeRollouts(seed)
-        source = make_source(rollouts, grader=some_equal(3), sampling={"dynamic_sampling": 4})
+        mailbox = FakeMailbox(seed)
+        source = make_source(mailbox, grader=some_equal(3), sampling={"dynamic_sampling": 4})
         first = await source.next_batch()
         done = source.done
-        rollouts.load(1)
+        await source.load(1)
         return first, done, await source.next_batch()
 
     (first, done, second), again = asyncio.run(batches(0)), asyncio.run(batches(1))
@@ -463,7 +458,7 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
 
 def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
     async def second(done):
-        source = make_source(FakeRollouts(), grader=some_equal(3), sampling={"dynamic_sampling": 4})
+        source = make_source(FakeMailbox(), grader=some_equal(3), sampling={"dynamic_sampling": 4})
         source.done = done
         return (await source.next_batch()).batch.prompt_index.tolist()
 
@@ -475,7 +470,7 @@ def test_what_is_replaced_is_what_the_advantage_finds_no_difference_in():
 
     async def chosen(advantage):
         grader = Inline(lambda solution_str, extra_info, **row: 0.5 + 0.5 * (float(solution_str.split()[1]) % 2))
-        source = make_source(FakeRollouts(), grader=grader, sampling={"dynamic_sampling": 2}, advantage=advantage)
+        source = make_source(FakeMailbox(), grader=grader, sampling={"dynamic_sampling": 2}, advantage=advantage)
         try:
             return (await source.next_batch()).batch.prompt_index.tolist()[::G]
         finally:
@@ -488,7 +483,7 @@ def test_what_is_replaced_is_what_the_advantage_finds_no_difference_in():
 
 def test_prompts_that_never_differ_stop_the_run_with_advice_and_leave_nothing_under_way():
     async def main():
-        source = make_source(FakeRollouts(), grader=some_equal(1), sampling={"dynamic_sampling": 3})
+        source = make_source(FakeMailbox(), grader=some_equal(1), sampling={"dynamic_sampling": 3})
         with pytest.raises(RewardError, match=r"equal for 12 prompts of a step, 3 times .*raise rollout.group_size"):
             await source.next_batch()
         await source.close()
@@ -501,22 +496,22 @@ def test_groups_of_equal_scores_are_replaced_while_others_are_trained_on_in_the_
     max_staleness,
 ):
     async def steps(seed):
-        rollouts, found = FakeRollouts(seed), []
+        mailbox, found = FakeMailbox(seed), []
         sampling = {"max_staleness": max_staleness, "dynamic_sampling": 4}
-        source = make_source(rollouts, grader=some_equal(3), sampling=sampling)
+        source = make_source(mailbox, grader=some_equal(3), sampling=sampling)
         for step in range(4):
             sampled = await source.next_batch()
             assert step - int(sampled.batch.versions.min()) <= max_staleness
             found.append((sampled.batch.prompt_index.tolist()[::G], sampled.metrics.scalars()["rollout/num_replaced"]))
             await asyncio.sleep(0.02)  # an update
-            rollouts.load(step + 1)
+            await source.load(step + 1)
         done = source.done
         await source.close()
-        resumed = make_source(FakeRollouts(), grader=some_equal(3), sampling=sampling)
+        resumed = make_source(FakeMailbox(), grader=some_equal(3), sampling=sampling)
         resumed.done = done
         after = (await resumed.next_batch()).batch.prompt_index.tolist()[::G]
         await resumed.close()
-        return found, done, after, {index: rank for index, _, rank, _ in rollouts.asked}
+        return found, done, after, {index: rank for index, _, rank, _ in mailbox.asked}
 
     runs = [asyncio.run(steps(seed)) for seed in range(3)]
     for found, done, after, ranks in runs:
@@ -536,7 +531,7 @@ def test_groups_of_equal_scores_are_replaced_while_others_are_trained_on_in_the_
 def test_prompts_that_never_differ_stop_a_run_that_samples_ahead(window):
     async def main():
         sampling = {"max_staleness": 1, "dynamic_sampling": 3, "window": window}
-        source = make_source(FakeRollouts(), grader=some_equal(1), sampling=sampling)
+        source = make_source(FakeMailbox(), grader=some_equal(1), sampling=sampling)
         with pytest.raises(RewardError, match=r"equal for \d+ prompts of a step, 3 times .*raise rollout.group_size"):
             await source.next_batch()
         await source.close()
@@ -548,22 +543,24 @@ def test_prompts_that_never_differ_stop_a_run_that_samples_ahead(window):
 class FakeRanks:
     """Ranks whose responses take so many steps each, a prompt; slices take a while."""
 
-    mesh = Mesh({"dp_replicate": 2})
+    num_ranks = 2
 
     def __init__(self, lengths, seed=0):
         self.lengths, self.random, self.running, self.begun = lengths, random.Random(seed), [{}, {}], []
 
-    async def call(self, method, *args):
-        if method is RolloutWorker.forget:
-            self.running = [{}, {}]
-        if method is not RolloutWorker.advance:
-            return None
-        await asyncio.sleep(self.random.random() * 0.003)
-        return [self.advance(running, orders) for running, orders in zip(self.running, args[0], strict=True)]
+    async def forget(self):
+        self.running = [{}, {}]
 
-    def advance(self, running, orders):
+    async def load(self, version, published):
+        pass
+
+    async def advance(self, rank, orders):
+        self.begun += [request.prompt_index for _, request in orders.new]
+        await asyncio.sleep(self.random.random() * 0.003)
+        return self.step(self.running[rank], orders)
+
+    def step(self, running, orders):
         for number, request in orders.new:
-            self.begun.append(request.prompt_index)
             running[number] = [self.lengths(request.prompt_index, request.sample_index), request]
         outputs = []
         for _ in range(orders.num_steps or self.random.randrange(1, 40)):
@@ -580,13 +577,17 @@ class CompanyRanks(FakeRanks):
 
     def __init__(self, lengths, seed):
         super().__init__(lengths, seed)
-        self.turn = asyncio.Lock()
+        self.turns = [asyncio.Lock(), asyncio.Lock()]  # a rank does one thing after the other
 
-    async def call(self, method, *args):
-        async with self.turn:  # one call after the other
-            return await super().call(method, *args)
+    async def advance(self, rank, orders):
+        async with self.turns[rank]:
+            return await super().advance(rank, orders)
 
-    def advance(self, running, orders):
+    async def load(self, version, published):
+        async with self.turns[0], self.turns[1]:
+            pass
+
+    def step(self, running, orders):
         for number, request in orders.new:
             running[number] = [self.lengths(request.prompt_index, request.sample_index), request, 0]
         outputs, num_steps = [], 0
@@ -613,18 +614,18 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
 
     async def steps(schedule, seed, first, last, done=None):
         ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
-        source = make_source(Rollouts(ranks, "shared", schedule), grader=Inline(differ_by_company), sampling=sampling)
+        source = make_source(Mailbox(ranks, schedule), grader=Inline(differ_by_company), sampling=sampling)
         if done is not None:
             source.done = done
             schedule.go_on(first, first, done)
         found = []
-        await source.rollouts.load(first)
+        await source.load(first)
         for step in range(first, last):
             sampled = await source.next_batch()
             found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist()))
             replaced.append(sampled.metrics.scalars()["rollout/num_replaced"])
             await asyncio.sleep(ranks.random.random() * 0.01)  # an update
-            await source.rollouts.load(step + 1)
+            await source.load(step + 1)
         done = source.done
         await source.close()
         return found, done
@@ -658,9 +659,9 @@ def answer(number, request, version):
 
 
 def over_sampled(ranks, **options):
-    rollouts = Rollouts(ranks, "shared", Schedule())
-    rollouts.num_loads = 1
-    return make_source(rollouts, **options)
+    mailbox = Mailbox(ranks, Schedule())
+    mailbox.num_loads = 1
+    return make_source(mailbox, **options)
 
 
 async def steps_of(source, num_steps):
@@ -676,8 +677,8 @@ async def steps_of(source, num_steps):
                 counts.get("rollout/num_replaced"),
             )
         )
-        assert source.rollouts.is_idle.is_set() or not any(source.rollouts._group.running)
-        await source.rollouts.load(step + 1)
+        assert source.mailbox.is_idle.is_set() or not any(source.role.running)
+        await source.load(step + 1)
     return found
 
 

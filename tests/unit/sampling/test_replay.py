@@ -9,10 +9,10 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request, SamplingParams
-from rallypoint.roles.requests import SliceRequest, SliceResult
-from rallypoint.roles.schedule import Recorder, Replay, Schedule
+from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.replay import Recorder, Replay, Schedule
 
 SEED = 5
 ORIGIN = Origin(1, {"seed": SEED, "rollout.num_prompts": 8})
@@ -35,7 +35,7 @@ def request(prompt, sample=0):
 
 
 def orders(*prompts):
-    return [SliceRequest(new=tuple((number, request(prompt)) for number, prompt in enumerate(prompts)))]
+    return SliceRequest(new=tuple((number, request(prompt)) for number, prompt in enumerate(prompts)))
 
 
 def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_they_ended(tmp_path):
@@ -44,12 +44,12 @@ def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_the
 
         async def send(orders):
             await sliced.wait()
-            return [SliceResult(num_steps=4)]
+            return SliceResult(num_steps=4)
 
         async def load():
             sliced.set()
 
-        sending = asyncio.create_task(recorder.send(orders(0, 1), send))
+        sending = asyncio.create_task(recorder.send(0, orders(0, 1), send))
         await asyncio.sleep(0)
         await recorder.load(2, load)
         assert "load" not in (tmp_path / "schedule.jsonl").read_text(), "a kill leaves no load before its slice"
@@ -59,12 +59,12 @@ def test_calls_are_written_in_the_order_in_which_they_were_sent_not_in_which_the
     asyncio.run(main())
     first, *lines = lines_of(tmp_path / "schedule.jsonl")
     assert first == {"num_ranks": 1, "config": {"seed": SEED, "rollout.num_prompts": 8}}
-    assert lines == [{"slice": [[[[0, 0, 0, 1], [0, 1, 0, 1]], 4]]}, {"load": 2}, {"take": [0]}]
+    assert lines == [{"rank": 0, "slice": [[[0, 0, 0, 1], [0, 1, 0, 1]], 4]}, {"load": 2}, {"take": [0]}]
 
 
 def test_a_run_that_goes_on_keeps_what_came_before_its_checkpoint(tmp_path):
-    said, before = [], [ORIGIN.line, {"load": 0}, {"slice": [[[], 1]]}, {"load": 2}]
-    file = write(tmp_path / "schedule.jsonl", *before, {"slice": [[[], 9]]}, {"load": 4})
+    said, before = [], [ORIGIN.line, {"load": 0}, {"rank": 0, "slice": [[], 1]}, {"load": 2}]
+    file = write(tmp_path / "schedule.jsonl", *before, {"rank": 0, "slice": [[], 9]}, {"load": 4})
     recorder = Recorder(file, ORIGIN, SEED, said.append)
     recorder.go_on(1, 2, PromptsDone(8, 7, (8,)))
     recorder.take([7])
@@ -124,10 +124,10 @@ def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up
     said = []
 
     async def main():
-        recorded = RecordedSchedule((ORIGIN,), ({"slice": [[[[0, 7, 0, 1]], 3]]},))
+        recorded = RecordedSchedule((ORIGIN,), ({"rank": 0, "slice": [[[0, 7, 0, 1]], 3]},))
         replay = Replay(recorded, SEED, timeout_s=0.05, patience_s=0.02, say=said.append)
         with pytest.raises(ScheduleError, match=r"has prompt 7 sample 0 next, which did not come in 0\.05 s"):
-            await replay.send([SliceRequest()], None)
+            await replay.send(0, SliceRequest(), None)
 
     asyncio.run(main())
     assert (
@@ -136,33 +136,59 @@ def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up
     )
 
 
+def part(rank, prompt, num_steps):
+    return {"rank": rank, "slice": [[[0, prompt, 0, 1]], num_steps]}
+
+
 def test_requests_and_weights_wait_until_the_schedule_has_them():
-    slices = ({"slice": [[[[0, 1, 0, 1]], 3]]}, {"load": 2}, {"slice": [[[[0, 0, 0, 1]], 4]]})
+    events = ({"load": 0}, part(0, 1, 3), part(1, 2, 5), {"load": 2}, part(0, 0, 4))
 
     async def main():
         sent, said = [], []
-        replay = Replay(RecordedSchedule((ORIGIN,), ({"load": 0}, *slices)), SEED, timeout_s=60, say=said.append)
+        replay = Replay(RecordedSchedule((Origin(2, {}),), events), SEED, timeout_s=60, say=said.append)
         schedule = Schedule(replay=replay)
 
-        async def send(orders):
-            sent.extend((request.prompt_index, one.num_steps) for one in orders for _, request in one.new)
-            return [SliceResult() for _ in orders]
+        async def send(asked):
+            sent.extend((request.prompt_index, asked.num_steps) for _, request in asked.new)
+            return SliceResult()
 
         async def load(version):
             sent.append(f"load {version}")
 
-        pending = [asyncio.create_task(schedule.send(orders(0), send))]  # comes too early, and waits
+        async def call(rank, *prompts):
+            await schedule.send(rank, orders(*prompts), send)
+
+        early = asyncio.create_task(call(0, 0))  # comes too early, and waits
         await asyncio.sleep(0)
         assert sent == []
         await schedule.load(0, lambda: load(0))
-        assert await pending[0] == []
+        await early
+        assert sent == ["load 0"]
         loading = asyncio.create_task(schedule.load(2, lambda: load(2)))
-        await schedule.send([SliceRequest(new=((9, request(1)),))], send)
-        await loading
-        await schedule.send([SliceRequest()], send)
-        await schedule.send([SliceRequest(new=((10, request(5)),))], send)
+        await call(0, 1)
+        waiting = asyncio.create_task(call(0))  # rank 0 has nothing before the weights, which rank 1 holds up
+        await asyncio.sleep(0)
+        assert sent == ["load 0", (1, 3)]
+        await call(1, 2)
+        await asyncio.gather(loading, waiting)
+        await call(0)
+        await call(1, 5)
         return sent, said
 
     sent, said = asyncio.run(main())
-    assert sent == ["load 0", (1, 3), "load 2", (0, 4), (5, None)]
+    assert sent == ["load 0", (1, 3), (2, 5), "load 2", (0, 4), (5, None)]
     assert said == []
+
+
+def test_a_slice_in_which_a_rank_was_told_and_did_nothing_is_not_written(tmp_path):
+    async def main():
+        recorder = Recorder(tmp_path / "schedule.jsonl", ORIGIN, SEED)
+
+        async def send(asked):
+            return SliceResult()
+
+        await recorder.send(0, SliceRequest(cancelled=(3,)), send)
+        recorder.take([0])
+
+    asyncio.run(main())
+    assert lines_of(tmp_path / "schedule.jsonl")[1:] == [{"take": [0]}]

@@ -1,4 +1,4 @@
-"""Requests from outside, spread over ranks and brought back, whatever the ranks do meanwhile."""
+"""Requests of persons, spread over ranks and brought back, whatever the ranks do meanwhile."""
 
 import asyncio
 
@@ -6,8 +6,9 @@ import pytest
 
 from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
 from rallypoint.generation import Output, Request, SamplingParams
-from rallypoint.roles.requests import RequestQueue
-from rallypoint.sampling.outside import Outside
+from rallypoint.sampling.guests import GuestRequests
+from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.replay import Schedule
 
 REQUEST = Request(tokens=(1, 2), params=SamplingParams(max_new_tokens=2))
 
@@ -21,13 +22,15 @@ def output(number, token, reason=None):
 class Ranks:
     """Ranks that give each request some tokens, one a slice, and remember what they were told."""
 
+    num_ranks = 2
+
     def __init__(self, num_ranks=2):
         self.orders, self.running, self.error = [], [{} for _ in range(num_ranks)], None
         self.num_tokens, self.logged = 2, []
         self.may_work = asyncio.Event()
         self.may_work.set()
 
-    async def advance(self, orders):
+    async def advance_guests(self, orders):
         self.orders.append(orders)
         await asyncio.sleep(0)
         if self.error is not None:
@@ -52,21 +55,22 @@ class Ranks:
 
 
 def meet(script, *, patience_s=60.0):
-    """Run a script beside outside and ranks."""
+    """Run a script beside guests and ranks."""
 
     async def main():
         ranks = Ranks()
-        outside = Outside(
-            RequestQueue(2, ranks.advance, lambda: 7),
+        mailbox = Mailbox(ranks, Schedule())
+        mailbox.version = 7
+        guests = GuestRequests(
+            mailbox,
             max_request_tokens=9,
-            ready=ranks.may_work.wait,
-            version=lambda: 7,
+            in_place=ranks.may_work,
             log=lambda said: ranks.logged.append(said),
             patience_s=patience_s,
         )
-        running = asyncio.create_task(outside.run())
+        running = asyncio.create_task(guests.run())
         try:
-            await asyncio.wait_for(script(ranks, outside), 30)
+            await asyncio.wait_for(script(ranks, guests), 30)
         finally:
             running.cancel()
 
@@ -79,11 +83,11 @@ async def until(holds):
 
 
 def test_requests_are_dealt_to_ranks_and_every_output_comes_back():
-    async def script(ranks, outside):
-        assert outside.version == 7
+    async def script(ranks, guests):
+        assert guests.version == 7
         outputs = {}
         for _ in range(4):
-            number = outside.submit(REQUEST, lambda one: outputs.setdefault(one.request_id, []).append(one))
+            number = guests.submit(REQUEST, lambda one: outputs.setdefault(one.request_id, []).append(one))
             outputs[number] = []
         await until(lambda: all(own and own[-1].finish_reason == "stop" for own in outputs.values()))
         assert all([one.tokens for one in own] == [(0,), (1,)] for own in outputs.values())
@@ -96,10 +100,10 @@ def test_requests_are_dealt_to_ranks_and_every_output_comes_back():
 
 
 def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
-    async def script(ranks, outside):
+    async def script(ranks, guests):
         ranks.may_work.clear()
         outputs = []
-        outside.submit(REQUEST, outputs.append)
+        guests.submit(REQUEST, outputs.append)
         await until(lambda: outputs)
         assert isinstance(outputs[0].error, BusyError)
         assert "no time for this request within 0.01 s; try again" in str(outputs[0].error)
@@ -111,12 +115,12 @@ def test_a_request_that_gets_no_slice_in_time_is_refused_and_forgotten():
 
 
 def test_a_request_that_is_given_up_is_taken_from_its_rank():
-    async def script(ranks, outside):
+    async def script(ranks, guests):
         ranks.num_tokens, outputs = 10**9, []
-        number = outside.submit(REQUEST, outputs.append)
+        number = guests.submit(REQUEST, outputs.append)
         await until(lambda: ranks.orders)
-        outside.cancel(number)
-        outside.cancel(number)
+        guests.cancel(number)
+        guests.cancel(number)
         await until(lambda: any(order.cancelled for orders in ranks.orders for order in orders))
         assert ranks.orders[-1][0].cancelled == (number,)
         assert not ranks.running[0]
@@ -126,26 +130,26 @@ def test_a_request_that_is_given_up_is_taken_from_its_rank():
 
 
 def test_a_slice_that_fails_ends_its_requests_and_no_others():
-    async def script(ranks, outside):
+    async def script(ranks, guests):
         ranks.error = WorkerDiedError("rollout", 0, "advance", "it was killed")
         first, second = [], []
-        outside.submit(REQUEST, first.append)
+        guests.submit(REQUEST, first.append)
         await until(lambda: first)
         assert isinstance(first[0].error, GenerationError)
-        outside.submit(REQUEST, second.append)
+        guests.submit(REQUEST, second.append)
         await until(lambda: second and second[-1].finish_reason)
         assert second[-1].finish_reason == "stop"
 
     meet(script)
 
 
-def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
-    async def script(ranks, outside):
+def test_guestsrs_are_told_what_failed_and_not_where_in_our_files():
+    async def script(ranks, guests):
         ranks.error = WorkerError(
             "rollout", 0, "advance", "MemoryError: full", "Traceback ...\n  File native.py, line 3"
         )
         outputs = []
-        outside.submit(REQUEST, outputs.append)
+        guests.submit(REQUEST, outputs.append)
         await until(lambda: outputs)
         said = "these requests failed and are lost: rollout rank 0 failed in advance: MemoryError: full"
         assert str(outputs[0].error) == said
@@ -156,13 +160,13 @@ def test_outsiders_are_told_what_failed_and_not_where_in_our_files():
 
 
 def test_a_log_that_cannot_be_written_ends_no_answers():
-    async def script(ranks, outside):
+    async def script(ranks, guests):
         ranks.logged = None
         ranks.error = WorkerDiedError("rollout", 0, "advance", "it was killed")
         first, second = [], []
-        outside.submit(REQUEST, first.append)
+        guests.submit(REQUEST, first.append)
         await until(lambda: first)
-        outside.submit(REQUEST, second.append)
+        guests.submit(REQUEST, second.append)
         await until(lambda: second and second[-1].finish_reason)
         assert second[-1].finish_reason == "stop"
 
@@ -170,15 +174,15 @@ def test_a_log_that_cannot_be_written_ends_no_answers():
 
 
 def test_nothing_waits_for_a_run_that_has_ended():
-    async def script(ranks, outside):
+    async def script(ranks, guests):
         ranks.may_work.clear()
         outputs = []
-        outside.submit(REQUEST, outputs.append)
-        outside.close()
+        guests.submit(REQUEST, outputs.append)
+        guests.close()
         await until(lambda: outputs)
         assert isinstance(outputs[0].error, GenerationError)
         with pytest.raises(GenerationError, match="the run has ended"):
-            outside.submit(REQUEST, outputs.append)
-        outside.cancel(1)
+            guests.submit(REQUEST, outputs.append)
+        guests.cancel(1)
 
     meet(script)

@@ -1,13 +1,13 @@
 """Records and replays what a run that samples ahead did, in its order.
 
 Owns: the lines of `schedule.jsonl`; `run/recorded_schedule.py` reads it and says whose it is. Must not know: what is
-sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so ranks that get the same requests
-between the same steps, and new weights there, sample the same tokens, to the bit. So a line says what was sent to all
-ranks at once, in the order in which they got it:
+sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so a rank that gets the same requests
+between the same steps, and new weights there, samples the same tokens, to the bit. So a line says what was sent to a
+rank, or to all of them, in the order in which it was sent:
 
     {"num_ranks": 2, "config": {...}}            the first line
-    {"load": 0}                                  weights of version 0
-    {"slice": [[[[0, 0, 0, 4]], 31], [[], 0]]}   rank 0: begin samples 0 to 3 of prompt 0, then take 31 steps
+    {"load": 0}                                  all ranks: weights of version 0
+    {"rank": 1, "slice": [[[0, 0, 0, 4]], 31]}   rank 1: begin samples 0 to 3 of prompt 0, then take 31 steps
     {"take": [0, 2]}                             a step was trained on these prompts; with a window only
     {"resumed": 20, "done": {...}, ...}          the run was killed, and went on after step 20
 
@@ -20,6 +20,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -29,14 +30,14 @@ from rallypoint.config import RunConfig
 from rallypoint.disk import naming
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.roles.requests import SliceRequest, SliceResult
+from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.run.recorded_schedule import SCHEDULE, Origin, RecordedSchedule, listed
 from rallypoint.sampling.groups import PromptsDone
 
 Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
-Send: TypeAlias = Callable[[Sequence[SliceRequest]], Awaitable[Sequence[SliceResult]]]
-"""Has every rank do what it is asked."""
+Send: TypeAlias = Callable[[SliceRequest], Awaitable[SliceResult]]
+"""Has a rank do what it is asked."""
 
 PATIENCE_S = 30.0
 """Seconds of waiting for what a schedule has next, after which a line says so; and again after as many."""
@@ -111,20 +112,24 @@ class Recorder:
         ]
         return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
 
-    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
-        """Send what is asked and write down what became of them."""
-        entry: dict[str, Any] = {}
+    async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
+        """Send what a rank is asked and write down what became of it."""
+        entry: dict[str, Any] = {"rank": rank}
         self._entries.append(entry)
         with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._entries.remove, entry)  # those who waited for it are given up
-            slices = await send(asked)
+            if_it_fails.callback(self._drop, entry)  # those who waited for it are given up
+            done = await send(asked)
             if_it_fails.pop_all()
-        entry["slice"] = [
-            [pack([name_of(request, self._seed) for _, request in each.new]), one.num_steps]
-            for each, one in zip(asked, slices, strict=True)
-        ]
+        if asked.new or done.num_steps:
+            entry["slice"] = [pack([name_of(request, self._seed) for _, request in asked.new]), done.num_steps]
+        else:
+            self._drop(entry)
         self._flush()
-        return slices
+        return done
+
+    def _drop(self, entry: dict[str, Any]) -> None:
+        """Take an unfinished entry out; others may look like it."""
+        self._entries = collections.deque(one for one in self._entries if one is not entry)
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Load weights and write it down."""
@@ -142,7 +147,7 @@ class Recorder:
     def _flush(self) -> None:
         """Write the entries up to the first unfinished one."""
         done: list[str] = []
-        while self._entries and self._entries[0]:
+        while self._entries and self._entries[0].keys() - {"rank"}:
             done.append(json.dumps(self._entries.popleft()) + "\n")
         with naming(self._path), self._path.open(self._mode, encoding="utf-8") as file:
             file.write("".join(done))
@@ -181,36 +186,36 @@ class Replay:
         """Look again: a request has come."""
         self._has_changed.set()
 
-    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
-        """Take requests in, and send those of the next slice once all are there; no outputs while some are not."""
-        for rank, each in enumerate(asked):
-            self._arrived[rank] |= {name_of(request, self._seed): (number, request) for number, request in each.new}
-            self._cancelled[rank] += each.cancelled
-        if self._is_free:
-            chosen: list[tuple[list[Name], int | None]] = [(list(arrived), None) for arrived in self._arrived]
-        else:
-            slices: list[tuple[list[list[int]], int]] = self._events[0].get("slice", [])
-            missing = [name for rank, (new, _) in enumerate(slices) for name in self._missing(rank, new)]
-            if not slices or missing:
-                await self._change(f"prompt {missing[0][1]} sample {missing[0][2]}" if missing else "new weights")
-                return []
-            chosen = [(unpack(new), num_steps) for new, num_steps in slices]
-            self._events.popleft()
-        found = await send(
-            [
-                dataclasses.replace(
-                    each,
-                    new=tuple(self._arrived[rank].pop(name) for name in names),
-                    cancelled=tuple(self._cancelled[rank]),
-                    num_steps=num_steps,
-                )
-                for rank, (each, (names, num_steps)) in enumerate(zip(asked, chosen, strict=True))
-            ]
-        )
-        for cancelled in self._cancelled:
-            cancelled.clear()
+    async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
+        """Take requests in, and send those of a rank's next slice once all are there; no outputs while some are not."""
+        self._arrived[rank] |= {name_of(request, self._seed): (number, request) for number, request in asked.new}
+        self._cancelled[rank] += asked.cancelled
+        names, num_steps = list(self._arrived[rank]), None
+        if not self._is_free:
+            event = self._next_of(rank)
+            packed, num_steps = event["slice"] if event is not None else ([], None)
+            names = unpack(packed)
+            missing = [name for name in names if name not in self._arrived[rank]]
+            if event is None or missing:
+                await self._change(f"prompt {missing[0][1]} sample {missing[0][2]}" if missing else self._awaited)
+                return SliceResult()
+            self._events.remove(event)
+        new = tuple(self._arrived[rank].pop(name) for name in names)
+        cancelled = tuple(self._cancelled[rank])
+        done = await send(dataclasses.replace(asked, new=new, cancelled=cancelled, num_steps=num_steps))
+        self._cancelled[rank].clear()
         self._has_changed.set()
-        return found
+        return done
+
+    def _next_of(self, rank: int) -> dict[str, Any] | None:
+        """Return a rank's next slice; None if all ranks get new weights before, or it has none any more."""
+        slices = itertools.takewhile(lambda event: "slice" in event, self._events)
+        return next((event for event in slices if event["rank"] == rank), None)
+
+    @property
+    def _awaited(self) -> str:
+        """What a rank waits for that has no slice next."""
+        return "new weights" if "load" in self._events[0] else f"a slice of rank {self._events[0]['rank']}"
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Load weights when the schedule says so."""
@@ -257,9 +262,6 @@ class Replay:
     @property
     def _is_free(self) -> bool:
         return not self._events or "resumed" in self._events[0]
-
-    def _missing(self, rank: int, new: Sequence[Sequence[int]]) -> list[Name]:
-        return [name for name in unpack(new) if name not in self._arrived[rank]]
 
     async def _change(self, awaited: str) -> None:
         """Wait until something has come or ended.
@@ -316,13 +318,13 @@ class Schedule:
         recorded.check(config.rollout.schedule, config, num_ranks)
         return cls(recorder, Replay(recorded, config.seed, timeout_s=config.cluster.call_timeout_s, say=say))
 
-    async def send(self, asked: Sequence[SliceRequest], send: Send) -> Sequence[SliceResult]:
-        """Have every rank do what it is asked."""
+    async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
+        """Have a rank do what it is asked."""
 
-        async def record(asked: Sequence[SliceRequest]) -> Sequence[SliceResult]:
-            return await (send(asked) if self.recorder is None else self.recorder.send(asked, send))
+        async def record(asked: SliceRequest) -> SliceResult:
+            return await (send(asked) if self.recorder is None else self.recorder.send(rank, asked, send))
 
-        return await (record(asked) if self.replay is None else self.replay.send(asked, record))
+        return await (record(asked) if self.replay is None else self.replay.send(rank, asked, record))
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Have every rank load weights."""

@@ -1,7 +1,7 @@
-"""Requests from people, agents and the endpoint: sampled by the rollout role of a run, while training does not sample.
+"""Requests of persons at the endpoint of a run: sampled by its rollout role while training samples nothing.
 
 Owns: how long such a request may wait, and that each one ends. Must not know: HTTP, texts. Invariant: what training
-samples does not depend on them (`RolloutWorker.advance_outside`).
+samples does not depend on them (`RolloutWorker.advance_guests`).
 
 Consumes: requests, from any thread. Produces: outputs, as they are sampled. Waits for: training to sample nothing, and
 for weights that are being changed where they are the actor's own. Unblocked by: `submit`, a publish.
@@ -13,44 +13,40 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from rallypoint.errors import BusyError, GenerationError, RallyError, first_line
 from rallypoint.generation import Output, Request
-from rallypoint.roles.actor import Actor
-from rallypoint.roles.requests import RequestQueue
-from rallypoint.roles.rollout import Rollouts
+from rallypoint.sampling.mailbox import Mailbox
 
 PATIENCE_S = 60.0
 """Seconds that a request may get no slice, as while a colocated actor trains."""
 
 
-class Outside:
+class GuestRequests:
     """Takes requests from any thread, as `EngineThread` does; made and run in the driver's event loop."""
 
     def __init__(
         self,
-        queue: RequestQueue,
+        mailbox: Mailbox,
         *,
         max_request_tokens: int,
-        ready: Callable[[], Awaitable[object]],
-        version: Callable[[], int],
+        in_place: asyncio.Event,
         log: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Begin without requests.
 
         Args:
-            queue: to the ranks.
+            mailbox: in front of the ranks.
             max_request_tokens: tokens that prompt and response may have together.
-            ready: returns when the ranks may be called.
-            version: of the weights that they sample from.
+            in_place: set while the weights are not being changed.
             log: takes what callers are not told, such as where in our files a slice has failed.
             patience_s: see `PATIENCE_S`.
         """
         self.max_request_tokens = max_request_tokens
-        self._queue, self._ready, self._version, self._patience_s = queue, ready, version, patience_s
-        self._log = log
+        self._mailbox, self._in_place, self._log, self._patience_s = mailbox, in_place, log, patience_s
+        self._queue = mailbox.guests
         self._loop = asyncio.get_running_loop()
         self._numbers, self._lock = itertools.count(1), threading.Lock()
         self._closed: GenerationError | None = None
@@ -61,22 +57,28 @@ class Outside:
         self._has_work = asyncio.Event()
 
     @classmethod
-    async def open(cls, rollouts: Rollouts, actor: Actor, *, max_rows: int, log: Callable[[str], None]) -> Outside:
-        """Get the ranks of a run ready; at most `max_rows` requests run on each at once."""
-        queue, longest = await rollouts.open_outside(max_rows)
+    async def open(
+        cls, mailbox: Mailbox, is_published: asyncio.Event, *, max_rows: int, log: Callable[[str], None]
+    ) -> GuestRequests:
+        """Get the ranks of a run ready.
 
-        async def ready() -> None:
-            while not rollouts.is_idle.is_set() or (rollouts.way == "shared" and not actor.is_published.is_set()):
-                await rollouts.is_idle.wait()
-                if rollouts.way == "shared":  # else its own copy changes within one call, between two slices
-                    await actor.is_published.wait()
-
-        return cls(queue, max_request_tokens=longest, ready=ready, version=lambda: rollouts.version, log=log)
+        Args:
+            mailbox: in front of the ranks.
+            is_published: set while the ranks have the actor's current weights.
+            max_rows: requests that run at once on each rank.
+            log: see `GuestRequests`.
+        """
+        in_place = is_published
+        if not mailbox.role.shares_actor:  # its own copy changes within one call, between two slices
+            in_place = asyncio.Event()
+            in_place.set()
+        longest = await mailbox.role.open_guests(max_rows)
+        return cls(mailbox, max_request_tokens=longest, in_place=in_place, log=log)
 
     @property
     def version(self) -> int:
         """Version of the weights that are sampled from; see `GenerationEngine.version`."""
-        return self._version()
+        return self._mailbox.version
 
     def submit(self, request: Request, deliver: Callable[[Output], None]) -> int:
         """Queue a request; `deliver` is called with each of its outputs, in the loop's thread, and must not raise.
@@ -109,18 +111,20 @@ class Outside:
         """Have requests sampled, slice by slice, until cancelled."""
         while True:
             await self._has_work.wait()
-            await self._ready()
-            if not self._queue.has_work:
+            while not (self._mailbox.is_idle.is_set() and self._in_place.is_set()):
+                await self._mailbox.is_idle.wait()
+                await self._in_place.wait()
+            if not any(map(self._queue.has_work, range(self._mailbox.role.num_ranks))):
                 self._has_work.clear()
                 continue
             served = self._queue.open
             try:
-                await self._queue.advance()
+                await self._mailbox.advance_guests()
             except RallyError as error:
                 # Training meets what is wrong by itself, if it is more than one of these requests.
                 self._fail_all(GenerationError(f"these requests failed and are lost: {first_line(error)}"))
                 with contextlib.suppress(Exception):  # such as a full disk: others wait for their answers
-                    self._log(f"requests from outside failed: {error}")
+                    self._log(f"requests of persons failed: {error}")
                 continue
             for number in set(served) & self._timers.keys():
                 self._wait_for(number)
@@ -131,7 +135,7 @@ class Outside:
                 self._timers.pop(number).cancel()
             deliver(output)
 
-        self._queue.submit(number, request, hand_over)
+        self._queue.submit(number, request, "person", deliver=hand_over)
         self._wait_for(number)
         self._has_work.set()
 

@@ -1,0 +1,105 @@
+"""The engine of a rank: what it is asked to do in a slice of time, and what it has done.
+
+Owns: how long a slice is. Must not know: who asks, and what a response is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from rallypoint.errors import RallyError, RequestError
+from rallypoint.generation import GenerationEngine, Output, Request
+
+SLICE_S = 0.25
+"""Seconds that a rank samples before it answers, if no request ends."""
+_SHORTEST_SLICE_S = 0.1
+"""Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SliceRequest:
+    """What one rank is asked to do in the next slice of time."""
+
+    new: tuple[tuple[int, Request], ...] = ()
+    """Requests to begin with, each with the driver's number for it."""
+    cancelled: tuple[int, ...] = ()
+    """Numbers of requests to give up."""
+    version: int = 0
+    """Version of the weights to sample from."""
+    num_steps: int | None = None
+    """Steps of the engine to take; None: as many as a slice of time has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SliceResult:
+    """What a rank has done in a slice of time."""
+
+    outputs: tuple[Output, ...] = ()
+    num_steps: int = 0
+    """Steps that its engine has taken."""
+    busy_s: float = 0.0
+    """Seconds that it has sampled."""
+
+
+def failed_output(number: int, version: int, error: RallyError) -> Output:
+    """Return the last output of a request that has failed."""
+    return Output(
+        request_id=number,
+        tokens=(),
+        logprobs=(),
+        sampled_logprobs=(),
+        version=version,
+        finish_reason="failed",
+        error=error,
+    )
+
+
+class RankEngine:
+    """An engine, whose requests have the driver's numbers."""
+
+    def __init__(self, engine: GenerationEngine, tick: Callable[[], None]) -> None:
+        self.engine, self._tick = engine, tick
+        self._numbers: dict[int, int] = {}
+
+    def take(self, asked: SliceRequest, *, streamed: bool = False) -> list[Output]:
+        """Begin with requests and give others up; return the ends of those that the engine refuses."""
+        refused: list[Output] = []
+        for number, request in asked.new:
+            sent = dataclasses.replace(request, streamed=True) if streamed and not request.streamed else request
+            try:
+                self._numbers[self.engine.submit(sent)] = number
+            except RequestError as error:
+                refused.append(failed_output(number, self.engine.version, error))
+        if asked.cancelled:
+            cancelled = set(asked.cancelled)
+            for request_id, number in self._numbers.items():
+                if number in cancelled:
+                    self.engine.cancel(request_id)
+        return refused
+
+    def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> SliceResult:
+        """Step so many times, or for a slice of time; no longer than there is a request."""
+        outputs: list[Output] = []
+        began, has_ended, num_taken = time.monotonic(), False, 0
+        while self.engine.has_work and num_taken != num_steps:
+            num_taken += 1
+            for output in self.engine.step():
+                number = self._numbers[output.request_id]
+                if output.finish_reason is not None:
+                    del self._numbers[output.request_id]
+                    has_ended = True
+                outputs.append(dataclasses.replace(output, request_id=number))
+            self._tick()
+            slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else SLICE_S
+            if num_steps is None and time.monotonic() - began >= slice_s:
+                break
+        return SliceResult(tuple(outputs), num_taken, time.monotonic() - began)
+
+    def clear(self) -> None:
+        """Forget all requests; the engine is asleep."""
+        for request_id in self._numbers:
+            self.engine.cancel(request_id)
+        self._numbers.clear()
+        self.engine.step()  # asleep, it only ends what was cancelled
