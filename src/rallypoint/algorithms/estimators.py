@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rallypoint.algorithms._rows import (
@@ -265,8 +265,15 @@ class GDPO(ByScore):
             raise ValueError(f"gdpo: there is no reward named {', '.join(missing)}; the rewards are: {have}")
         total = torch.zeros(len(rewards.groups), dtype=torch.float64)
         for name, weight in self.weights.items():
-            total = total + weight * normalized_in_groups(rewards.components[name], rewards.groups, normalize_std=True)
+            total = total + weight * _normalized(rewards.components[name], rewards.groups)
         return total
+
+
+def _normalized(component: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Return a reward normalised in each group over the rows that it applies to, and 0 for the others."""
+    applies = (~component.isnan()).nonzero().flatten()
+    found = normalized_in_groups(component[applies], groups[applies], normalize_std=True)
+    return torch.zeros(len(component), dtype=torch.float64).index_copy(0, applies, found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ class Rewards:
     values: Float[Tensor, " T"] | None = None
     """Value of the state in which each token was chosen; None without a critic."""
     components: Mapping[str, Float[Tensor, " B"]] = dataclasses.field(default_factory=dict[str, Tensor])
-    """Scores of each row by the name of the reward; empty if the reward is one `reward.function`."""
+    """Scores of each row by the name of the reward, NaN where it does not apply; empty if there is one
+    `reward.function`."""
     rounding: Float[Tensor, " B"] | None = None
     """What float32 has cut off the sum of each row's rewards, in float64; None if nothing."""
     penalty: Float[Tensor, " T"] | None = None

@@ -97,7 +97,8 @@ def _body(row: Row, width: int, max_lines: int | None) -> Iterable[Text]:
         yield from _labelled("failure", _lines(row["failure"], width - _LABEL_CELLS, max_lines), PALETTE["wrong"])
     numbers = {**(row["reward_parts"] or {}), **(row["reward_extras"] or {})}
     if numbers:
-        said = ", ".join(f"{clean(name)} {value:.4g}" for name, value in numbers.items())
+        named = ((clean(name), "none" if value is None else f"{value:.4g}") for name, value in numbers.items())
+        said = ", ".join(f"{name} {value}" for name, value in named)
         yield from _labelled("rewards", wrap(said, width - _LABEL_CELLS))
     yield from _labelled("tokens", wrap(_tokens(row), width - _LABEL_CELLS), "dim")
 

@@ -229,7 +229,8 @@ class _Bounded:
 class Several:
     """Several functions that are asked about every response. Its score is their weighed sum, token by token.
 
-    A response that one of them has no score for has none.
+    One that does not apply to a response has no part in its score. A response that one of them fails on, or to which
+    none applies, has no score.
     """
 
     def __init__(self, graders: Mapping[str, Grader], weights: Mapping[str, float]) -> None:
@@ -262,9 +263,11 @@ class Several:
     def _weighed(self, outcomes: Sequence[Outcome]) -> Outcome:
         named = dict(zip(self._graders, outcomes, strict=True))
         for name, outcome in named.items():
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Failure) and outcome.kind != "not_applicable":
                 return dataclasses.replace(outcome, reason=f"{name}: {outcome.reason}")
         found = {name: outcome for name, outcome in named.items() if isinstance(outcome, Scores)}
+        if not found:
+            return Failure("not_applicable", f"no reward function applies: {', '.join(named)} returned None")
         weighed = [[self._weights[name] * score for score in each.token_scores] for name, each in found.items()]
         scores = tuple(map(math.fsum, zip(*weighed, strict=True)))
         if problem := too_large(scores):
@@ -272,7 +275,7 @@ class Several:
         return Scores(
             scores,
             {f"{name}/{extra}": number for name, each in found.items() for extra, number in each.extras.items()},
-            {name: math.fsum(each.token_scores) for name, each in found.items()},
+            {name: math.fsum(found[name].token_scores) if name in found else math.nan for name in named},
             "\n".join(each.feedback for each in found.values() if each.feedback),
             next((each.answer for each in found.values() if each.answer is not None), None),
         )

@@ -1,4 +1,4 @@
-"""Calls of a reward function, and what became of each: scores, or a failure of one of five kinds.
+"""Calls of a reward function, and what became of each: scores, or a failure of one of six kinds.
 
 Owns: what a result of a reward function means. Must not know: batches, processes. Every process that scores imports
 this, so it needs the standard library only.
@@ -10,7 +10,8 @@ What a result means, for a response of the three tokens 7 8 <eos>:
     {"score": 0, "feedback": "Line 3 is wrong."}    text for a teacher that reads it (recipe opd)
     [0.1, 0.2, 0.3]            0.1   0.2   0.3      a score a token
     [0.1, 0.2]                 0.1   0.2   0        `<eos>` may be left out where the row ended by itself
-    None, "0.5", nan, [0.1]    a failure
+    None                       it does not apply: without a part in the sum of several, and no score where it is alone
+    "0.5", nan, [0.1]          a failure
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 from rallypoint.environments.reward import PARAMETERS, PLURAL_PARAMETERS, Wants
 from rallypoint.user_code import format_user_traceback
 
-FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed"]
+FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed", "not_applicable"]
 """`timeout`: no result before its deadline. `crashed`: the process ended during the call. `raised`: an exception of any
-kind. `nonfinite`: a score is NaN or infinite. `malformed`: what came back is no score, or not one for each token."""
+kind. `nonfinite`: a score is NaN or infinite. `malformed`: what came back is no score, or not one for each token.
+`not_applicable`: the function returned None, which is a failure of the response only if no other reward applies."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
 LARGEST_REWARD = 1e15
@@ -42,6 +44,7 @@ TAKEN = frozenset(
     | {"memory_gib", "model_mean", "model_std", "model_min", "model_max"}
 )
 """Metrics of every run under `reward/`, or of a run with a reward model."""
+NONE = "the reward function returned None, so it does not apply (without `return` a function returns None, too)"
 NO_TOKEN = "the response has no token that a score could be placed on"
 
 
@@ -96,7 +99,8 @@ class Scores:
     extras: dict[str, float]
     """Other finite numbers that it returned, by name."""
     parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Sum of the scores by each of several rewards, by its name, before they are weighed; empty where there is one."""
+    """Sum of the scores by each of several rewards, by its name, before they are weighed; NaN of one that does not
+    apply. Empty where there is one reward."""
     feedback: str = ""
     """What the function says of the response in words; empty if it says nothing."""
     answer: str | None = None
@@ -222,6 +226,8 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
         extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
         predicted = entries.get("pred")
         answer = str(predicted) if isinstance(predicted, str | int | float) else None
+    if value is None:
+        raise _NotAScoreError(NONE, "not_applicable")
     value = _unwrap(value)
     if isinstance(value, list | tuple):
         return Scores(

@@ -36,7 +36,7 @@ from rallypoint.environments.outcome import (
     too_large,
 )
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
-from rallypoint.types.metrics import Maximum, Mean, Metrics, Minimum, Sum, merge
+from rallypoint.types.metrics import Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
 
 if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
@@ -51,14 +51,15 @@ class ModelScores:
     name: str = "model"
     weight: float = 1.0
     """Its weight in the sum."""
-    is_alone: bool = False
-    """Whether there is no function beside it."""
+    functions: tuple[str, ...] = ("function",)
+    """Names of the functions beside it."""
 
     @classmethod
     def of(cls, scores: Sequence[Tensor], settings: RewardConfig) -> list[Self]:
         """Return the scores of each model of a run with what its config says of them."""
+        functions = tuple(one.name for one in settings.all_functions)
         return [
-            cls(each, model.name, model.weight, is_alone=not settings.all_functions)
+            cls(each, model.name, model.weight, functions)
             for model, each in zip(settings.all_models, scores, strict=True)
         ]
 
@@ -118,6 +119,7 @@ class Scoring:
         token_texts: Callable[[Sequence[int]], Sequence[str]],
         num_rows: int,
         max_failed: float = 1.0,
+        has_models: bool = False,
         warn: Callable[[str], None],
         warn_after_s: float = 30.0,
         ended: Callable[[int, ScoredGroup], None] = lambda *_: None,
@@ -130,12 +132,14 @@ class Scoring:
             token_texts: gives the text of each token of a response, also of special ones.
             num_rows: rows of all groups that will come.
             max_failed: share of them that may fail.
+            has_models: whether reward models score them, too, so that a row needs no function that applies.
             warn: given a sentence for every `warn_after_s` that one call takes, from the thread of `run`.
             warn_after_s: how long a call may take without a word.
             ended: given each group that is scored, with its index, in the thread of `run`.
         """
         self._grader, self._decode, self._token_texts = grader, decode, token_texts
         self._num_rows, self._max_failed = num_rows, max_failed
+        self._failing = {*FAILURE_KINDS} - ({"not_applicable"} if has_models else set())
         self._warn, self._warn_after_s, self._ended = warn, warn_after_s, ended
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._groups: dict[int, ScoredGroup] = {}
@@ -182,7 +186,8 @@ class Scoring:
         finally:
             self._abandon()
         groups = [self._groups[index] for index in sorted(self._groups)]
-        check_failures(_failures_of(groups), self._num_rows, self._max_failed)
+        failures = [failure for failure in _failures_of(groups) if failure.kind in self._failing]
+        check_failures(failures, self._num_rows, self._max_failed)
         return groups
 
     def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
@@ -225,7 +230,7 @@ class Scoring:
 
     def _take(self, group: ScoredGroup, row: int, outcome: Outcome) -> None:
         group.outcomes[row] = outcome
-        self._num_failures += isinstance(outcome, Failure)
+        self._num_failures += isinstance(outcome, Failure) and outcome.kind in self._failing
 
     def _complete(self) -> None:
         self._is_complete = True
@@ -256,8 +261,8 @@ class ScoredGroup:
 
     def with_model(self, scores: Sequence[float], model: ModelScores) -> ScoredGroup:
         """Return the group with its rows' scores of a reward model added."""
-        pairs = zip(self.outcomes, scores, strict=True)
-        outcomes = [_add_model_score(one, score, model) if isinstance(one, Scores) else one for one, score in pairs]
+        found = zip(self.outcomes, self.rows.responses(), scores, strict=True)
+        outcomes = [_add_model_score(outcome, len(response), score, model) for outcome, response, score in found]
         return dataclasses.replace(self, outcomes=outcomes)
 
 
@@ -339,17 +344,21 @@ def _call(
     )
 
 
-def _add_model_score(result: Scores, score: float, model: ModelScores) -> Outcome:
-    """Return the result with a reward model's score on the last token, or why it has none."""
+def _add_model_score(outcome: Outcome | None, num_tokens: int, score: float, model: ModelScores) -> Outcome | None:
+    """Return an outcome with a reward model's score on the last token, or why it has none."""
+    if not isinstance(outcome, Scores) and (outcome is None or outcome.kind != "not_applicable"):
+        return outcome
     if not math.isfinite(score):
         return Failure("nonfinite", f"{model.title} gives {score}, expected a finite number")
+    nothing = Scores((0.0,) * num_tokens, {}, dict.fromkeys(model.functions, math.nan))
+    result = outcome if isinstance(outcome, Scores) else nothing
     if not result.token_scores:
         return Failure("malformed", NO_TOKEN)
     *before, last = result.token_scores
     scores = (*before, last + model.weight * score)
     if problem := too_large(scores):
         return Failure("malformed", f"the score with that of {model.title} {problem}")
-    others = result.parts or ({} if model.is_alone else {"function": math.fsum(result.token_scores)})
+    others = result.parts or dict.fromkeys(model.functions, math.fsum(result.token_scores))
     return dataclasses.replace(result, token_scores=scores, parts=others | {model.name: score})
 
 
@@ -363,13 +372,16 @@ def _measure(results: list[Scores], failures: Sequence[RewardFailure], models: S
 
 
 def _parts(results: list[Scores], models: Set[str]) -> Metrics:
-    """Return mean and deviation of each of several functions."""
+    """Return mean and deviation of each of several functions, and their number, over the rows that it applies to."""
     names = [name for name in next((each.parts for each in results), {}) if name not in models]
-    found: dict[str, Mean] = {}
+    found: dict[str, Metric] = {}
     for name in names:
-        scores = torch.tensor([each.parts[name] for each in results], dtype=torch.float64)
-        found[f"reward/{name}/mean"] = Mean(float(scores.sum()), len(scores))
-        found[f"reward/{name}/std"] = Mean(float(scores.std(correction=0)) * len(scores), len(scores))
+        said = torch.tensor([each.parts[name] for each in results], dtype=torch.float64)
+        scores = said[~said.isnan()]
+        found[f"reward/{name}/num_scored"] = Sum(len(scores))
+        if len(scores):
+            found[f"reward/{name}/mean"] = Mean(float(scores.sum()), len(scores))
+            found[f"reward/{name}/std"] = Mean(float(scores.std(correction=0)) * len(scores), len(scores))
     return Metrics(found)
 
 

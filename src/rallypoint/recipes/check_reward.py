@@ -156,12 +156,14 @@ _DRY_RUN_S = 10.0
 
 
 def ask_once(config: RunConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Ask the reward of a run about the right answer of one row, as it is; a judge is not asked: it may cost money.
+    """Ask the reward of a run about the right answer of one row, as it is.
+
+    One that has a `url`, as a judge or a remote sandbox, is not asked: it may cost money.
 
     Raises:
         RewardError: what a function returns is no score. One that raises may have wanted another form of answer.
     """
-    if any(one.function == "judge" for one in config.reward.all_functions):
+    if any(one.function == "judge" or "url" in one.parameters for one in config.reward.all_functions):
         return
     settings = {"num_processes": 1, "timeout_s": min(config.reward.timeout_s, _DRY_RUN_S)}
     with contextlib.closing(open_grader(config.reward.model_copy(update=settings), Path(os.devnull))) as grader:
@@ -173,7 +175,8 @@ def ask_once(config: RunConfig, example: Example, tokenizer: PreTrainedTokenizer
         answer = written(example, "as it is")
         (asked,) = grader.submit([_call(grader.wants.more, example, answer, encode, TokenTexts(tokenizer))])
         outcome = asked.result()
-    if isinstance(outcome, Failure) and outcome.kind in ("malformed", "nonfinite"):
+    wrong = {"malformed", "nonfinite"} | ({"not_applicable"} if len(config.reward.weights) == 1 else set())
+    if isinstance(outcome, Failure) and outcome.kind in wrong:
         raise RewardError(
             f"{example.name}: the reward was asked about the ground truth as an answer, {answer[:60]!r}, and gave no "
             f"score: {outcome.reason}"

@@ -24,6 +24,8 @@ class FirstScores:
         self._number: str | None = None
         """The first ground truth that is a number, with its row."""
         self._only_numbers = True
+        self._applies: dict[str, bool] = {}
+        """Whether each of several rewards had a score for some rollout."""
 
     def add(self, rollouts: StepRollouts, config: RunConfig, run: str) -> str | None:
         """Add a step; after the last of the first ones, return what is to be said of them, if anything.
@@ -39,6 +41,9 @@ class FirstScores:
         batch = rollouts.scored.batch
         scores = batch.scores.tolist()  # before a penalty for length
         parts = batch.scores[:, None] if batch.reward_parts is None else batch.reward_parts
+        for name, applies in zip(batch.part_names, (~parts.isnan()).any(0).tolist(), strict=False):
+            self._applies[name] = applies or self._applies.get(name, False)
+        parts = parts.nan_to_num(nan=0.0)  # it adds nothing
         self._num_scores += len(scores)
         if scores and self._constant is None:
             self._constant = scores[0]
@@ -48,7 +53,19 @@ class FirstScores:
             self._only_numbers &= is_number
             if is_number and self._number is None:
                 self._number = f"{example.ground_truth!r} in {example.name}"
-        return self._words(config, run) if self._num_steps == NUM_STEPS else None
+        if self._num_steps < NUM_STEPS:
+            return None
+        return "; ".join(filter(None, (self._never_applied(), self._words(config, run)))) or None
+
+    def _never_applied(self) -> str | None:
+        names = [name for name, applies in self._applies.items() if not applies]
+        if not names:
+            return None
+        return (
+            f"the reward {', '.join(names)} returned None for all {self._num_scores:,} scored rollouts of the first "
+            f"{NUM_STEPS} steps, so it has no part in any score: None means that it does not apply; without `return` a "
+            "function returns None, too"
+        )
 
     def _words(self, config: RunConfig, run: str) -> str | None:
         if self._differ or self._constant is None:

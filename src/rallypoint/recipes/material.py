@@ -313,11 +313,12 @@ def examine(config: RunConfig) -> Found:
         ConfigError: the run does not fit on this machine.
         DataError: a data set has bad rows, or prompts that do not fit.
         ModelError: a model folder or a tokenizer cannot be used.
-        RewardError: the reward function cannot be loaded.
+        RewardError: the reward function cannot be loaded, or gives no score for the first row's right answer.
     """
     notes = [*check_machine(config, make_plan(config)), *_functions_here(config)]
     check_weights(config)
     found = read_material(config)
+    _ask_reward(config, found)
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
@@ -332,8 +333,7 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     """
     check_weights(config)
     found = read_material(config, max_rows=DRY_RUN_ROWS)
-    if config.reward.all_functions and isinstance(found.train, EncodedPrompts) and found.train.examples:
-        ask_once(config, found.train.examples[0], found.tokenizer)
+    _ask_reward(config, found)
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
         lines = [f"prompts        {config.data.generate.num_train_prompts:,}, made when the run starts"]
@@ -348,6 +348,12 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     if config.rollout.episode is not None:
         lines.append(f"episode        {config.rollout.episode}, which could be imported")
     return (*filter(None, lines), *_first_row(found), *found.notes)
+
+
+def _ask_reward(config: RunConfig, found: Found) -> None:
+    """Ask the reward once, about the first row of the data; those that a run makes are not there yet."""
+    if config.reward.all_functions and isinstance(found.train, EncodedPrompts | StreamedPrompts):
+        ask_once(config, found.train.examples[0], found.tokenizer)
 
 
 _SHOWN_TEXT, _SHOWN_TOKENS = 600, 16

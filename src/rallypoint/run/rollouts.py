@@ -21,6 +21,7 @@ old, about every n/8-th stays, if eight of the newest have room.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shutil
 import threading
@@ -134,7 +135,7 @@ class StepRollouts:
         rows, batch, kept = self.rows, self.scored.batch, self.scored.kept_rows
         place = {row: place for place, row in enumerate(kept)}
         scores, names, answers = batch.scores.tolist(), batch.part_names, self.scored.answers
-        parts = [()] * len(kept) if batch.reward_parts is None else batch.reward_parts.tolist()
+        parts = [()] * len(kept) if batch.reward_parts is None else _nulls(batch.reward_parts.tolist())
         why = {failure.row: f"{failure.kind}: {failure.reason}" for failure in self.scored.failures}
         numbers, text, floats = pa.map_(pa.string(), pa.float64()), pa.string(), pa.float32()
 
@@ -184,6 +185,11 @@ def in_words(example: Example) -> str:
     if len(example.prompt) == 1:
         return example.prompt[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
+
+
+def _nulls(parts: Sequence[Sequence[float]]) -> list[list[float | None]]:
+    """Return the scores of each row with None, null in files, where a reward does not apply."""
+    return [[None if math.isnan(score) else score for score in row] for row in parts]
 
 
 def _pairs(batch: Sequences) -> list[tuple[int, int]]:

@@ -172,6 +172,7 @@ class Sampler:
             token_texts=self._token_texts,
             num_rows=(num_places or len(prompts)) * group_size,
             max_failed=self._config.reward.max_failed,
+            has_models=bool(self._config.reward.all_models),
             warn=self._say,
             ended=ended,
         )

@@ -142,7 +142,8 @@ class ScoredBatch(RolloutBatch):
     rounding: Tensor | None = per_row(optional=True)
     """[B] float64: what float32 has cut off the sum of each row's rewards; None if nothing."""
     reward_parts: Tensor | None = per_row(optional=True, columns=True)
-    """[B, K] float64: the score by each of K rewards before it is weighed; None where there is one reward."""
+    """[B, K] float64: the score by each of K rewards before it is weighed, NaN where it does not apply; None where
+    there is one reward."""
     part_names: tuple[str, ...] = ()
     """Name of each of the K rewards."""
     scores_before: Tensor | None = per_row(optional=True)

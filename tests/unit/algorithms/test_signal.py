@@ -134,6 +134,18 @@ def test_several_rewards_are_judged_by_what_gdpo_compares(parts, weights, has_on
     assert kept.prompt_index.tolist() == ([0, 0] if has_one else []) + [1, 1]
 
 
+def test_gdpo_normalizes_each_reward_over_the_rows_that_it_applies_to():
+    """TRL's `normalize_then_sum`: deviations of what is there, and 0 in place of what is not."""
+    nan = math.nan
+    parts = [[1.0, nan], [0.0, nan], [nan, 5.0], [nan, 7.0], [1.0, nan], [nan, nan], [1.0, nan], [1.0, 2.0]]
+    lists = [[math.fsum(x for x in row if not math.isnan(x))] for row in parts]
+    batch = judged(lists, groups=[0, 0, 1, 1, 2, 2, 3, 3], parts=parts)
+    both = gdpo({"right": 1.0, "short": 1.0})
+    assert has_signal(batch, both).tolist() == [True] * 4 + [False] * 4
+    found = weigh(batch, both, kl=None).advantages[batch.loss_mask]
+    assert found.tolist() == pytest.approx([math.sqrt(2), -math.sqrt(2), -math.sqrt(2), math.sqrt(2), 0, 0, 0, 0])
+
+
 def test_right_answers_of_other_scores_are_no_signal_where_right_ones_are_counted():
     batch, counts = judged([[1.0], [0.5], [0.75]]), ESTIMATORS["pass_at_k"]
     assert trained(batch, counts) == (False, False, False)

@@ -21,7 +21,7 @@ def row(score, response="four", **more):
         "response": response,
         "ground_truth": "4",
         "score": score,
-        "reward_parts": {"right": 1.0, "short": 0.5},
+        "reward_parts": {"right": 1.0, "short": None},
         "reward_extras": {"chars": 4.0},
         "failure": None if score is not None else "timeout: took longer than 5 s",
         "finish_reason": "stop",
@@ -50,7 +50,7 @@ def test_a_rollout_is_printed_with_its_texts_rewards_and_tokens():
     assert "prompt       2 + 2 = ?" in text
     assert "response     four" in text
     assert "truth        4" in text
-    assert "rewards      right 1, short 0.5, chars 4" in text
+    assert "rewards      right 1, short none, chars 4" in text
     assert "2 + 2, ended by itself, 2 turns, perplexity 2.72, advantage +0.250, version 39" in text
     assert "failure      timeout: took longer than 5 s" in text
 

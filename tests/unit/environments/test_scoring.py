@@ -16,10 +16,10 @@ from rallypoint.algorithms import ADVANTAGES
 from rallypoint.data import Example, Message
 from rallypoint.environments.failures import TooManyFailuresError, describe_failures
 from rallypoint.environments.grader import Inline, Several
-from rallypoint.environments.outcome import Failure, Scores
+from rallypoint.environments.outcome import NONE, Failure, Scores
 from rallypoint.environments.reward import Wants, no_function
 from rallypoint.environments.scoring import ModelScores, Scoring, combine
-from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, offsets_from_lengths
+from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, Sum, offsets_from_lengths
 
 PROMPT = 2
 
@@ -51,7 +51,7 @@ def make_examples(count):
     ]
 
 
-def scoring_with(grader, num_rows, decode, max_failed=1.0):
+def scoring_with(grader, num_rows, decode, max_failed=1.0, *, has_models=False):
     """Return the scoring of a batch; a token's text is its id in brackets."""
     return Scoring(
         grader,
@@ -59,6 +59,7 @@ def scoring_with(grader, num_rows, decode, max_failed=1.0):
         token_texts=lambda ids: [f"<{token}>" for token in ids],
         num_rows=num_rows,
         max_failed=max_failed,
+        has_models=has_models,
         warn=pytest.fail,
     )
 
@@ -173,7 +174,8 @@ WRONG_LENGTH = (
     "tokens) in the function and it is given the ids (or the texts) of all of them"
 )
 BAD_RESULTS = [
-    (None, "the score is None, expected a number"),
+    (None, NONE),
+    ({"score": None, "seconds": 2.0}, NONE),
     ("0.5", "the score is '0.5', expected a number"),
     (object, "the score is type, expected a number"),
     (1j, "the score is complex, expected a number"),
@@ -364,10 +366,10 @@ def test_a_step_in_which_more_fail_than_may_is_refused_with_advice_and_the_whole
 
 def test_the_kinds_of_failures_and_the_rows_with_a_score_are_counted():
     scored = score([None, math.nan, ValueError("x"), 1.0, [0.5], 1e19])
-    counts = {"num_scored": 1, "failed": 5, "failed_malformed": 3, "failed_nonfinite": 1, "failed_raised": 1}
-    counts |= {"failed_timeout": 0, "failed_crashed": 0}
+    counts = {"num_scored": 1, "failed": 5, "failed_malformed": 2, "failed_nonfinite": 1, "failed_raised": 1}
+    counts |= {"failed_not_applicable": 1, "failed_timeout": 0, "failed_crashed": 0}
     assert scored.metrics.scalars() == {f"reward/{name}": count for name, count in counts.items()}
-    kinds = ["malformed", "nonfinite", "raised", "malformed", "malformed"]
+    kinds = ["not_applicable", "nonfinite", "raised", "malformed", "malformed"]
     assert [failure.kind for failure in scored.failures] == kinds
 
 
@@ -387,17 +389,17 @@ def test_the_largest_rewards_that_are_taken_have_finite_squares_however_many_are
 
 
 def test_failures_are_described_with_the_first_few_and_one_traceback():
-    text = describe_failures(score([None, ValueError("x"), None, None, None]).failures)
+    text = describe_failures(score(["", ValueError("x"), "", "", ""]).failures)
     assert text.splitlines()[:4] == [
-        "5 rollouts have no score (4 malformed, 1 raised), the first is train.parquet:0, sample 0: the score is None, "
+        "5 rollouts have no score (4 malformed, 1 raised), the first is train.parquet:0, sample 0: the score is '', "
         "expected a number",
         "  - train.parquet:1, sample 1: the reward function raised ValueError: x",
-        "  - train.parquet:2, sample 0: the score is None, expected a number",
+        "  - train.parquet:2, sample 0: the score is '', expected a number",
         "  - and 2 more",
     ]
     assert "the reward function's traceback for train.parquet:1:" in text
     assert text.endswith("ValueError: x")
-    one = score([None]).failures
+    one = score([""]).failures
     assert describe_failures(one) == f"1 rollout has no score (1 malformed), the first is {one[0]}"
 
 
@@ -406,7 +408,7 @@ FINITE = st.floats(-100, 100, width=32)
 
 @given(st.lists(st.tuples(st.lists(FINITE, min_size=1, max_size=5), st.sampled_from(["list", "number", "bad"]))))
 def test_the_sum_of_a_rows_rewards_is_what_the_function_said_and_nothing_moves_between_rows(rows):
-    given_results = {"list": lambda scores: scores, "number": sum, "bad": lambda scores: None}
+    given_results = {"list": lambda scores: scores, "number": sum, "bad": lambda scores: "none"}
     results = [given_results[kind](scores) for scores, kind in rows]
     scored = score(results, response_lengths=[len(scores) for scores, _ in rows])
     kept = [row for row, (_, kind) in enumerate(rows) if kind != "bad"]
@@ -436,7 +438,7 @@ def test_without_a_reward_function_the_models_score_is_the_reward():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_models_score_that_is_not_finite_is_a_failure_and_never_a_reward_of_0(bad):
-    scored = score_with_model([1.0, 1.0, None], [bad, 3.0, 5.0])
+    scored = score_with_model([1.0, 1.0, "none"], [bad, 3.0, 5.0])
     assert rewards(scored) == [[0.0, 0.0, 4.0]]
     assert [failure.row for failure in scored.failures] == [0, 2]
     assert scored.failures[0].reason == f"the reward model gives {bad}, expected a finite number"
@@ -456,7 +458,7 @@ def test_several_models_are_weighed_and_have_metrics_of_their_own_beside_functio
     found = scored.metrics.scalars()
     assert (found["reward/helpful/mean"], found["reward/helpful/min"], found["reward/helpful/max"]) == (7 / 3, 1.0, 4.0)
     assert (found["reward/safe/mean"], found["reward/safe/std"], found["reward/function/mean"]) == (1.0, 2.0, 0.375)
-    alone = [dataclasses.replace(model, is_alone=True) for model in (helpful, safe)]
+    alone = [dataclasses.replace(model, functions=()) for model in (helpful, safe)]
     assert score([0.0] * 3, models=alone).batch.part_names == ("helpful", "safe")
 
 
@@ -470,7 +472,7 @@ def test_a_sum_that_is_too_large_and_a_response_without_tokens_are_failures():
 def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
     graders = {
         "right": Inline(lambda extra_info, **row: extra_info["row"]),
-        "short": Inline(lambda solution_str, **row: [0.5, 0.0, 0.5] if "2" not in solution_str else None),
+        "short": Inline(lambda solution_str, **row: [0.5, 0.0, 0.5] if "2" not in solution_str else "none"),
     }
     scoring = scoring_with(Several(graders, {"right": 1.0, "short": 10.0}), 4, lambda _: ["0", "1", "2", "3"])
     scoring.add(0, make_batch([3] * 4), make_examples(4))
@@ -482,13 +484,59 @@ def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
     assert scored.batch.rows([2, 0]).reward_parts.tolist() == [[3, 1, 4], [0, 1, 1]]
     assert scored.metrics["reward/right/mean"] == Mean(4.0, 3)
     assert scored.metrics["reward/short/std"] == Mean(0.0, 3)
-    assert scored.failures[0].reason.startswith("short: the score is None")
+    assert scored.failures[0].reason.startswith("short: the score is 'none'")
+
+
+def score_by(parts, models=(), max_failed=1.0):
+    """Score one row for each list of what several functions return, a dict by their names."""
+    graders = {name: Inline(lambda extra_info, name=name, **row: parts[name][extra_info["row"]]) for name in parts}
+    num_rows = len(next(iter(parts.values())))
+    several = Several(graders, {"right": 1.0, "short": 10.0})
+    scoring = scoring_with(several, num_rows, lambda ids: [""] * len(ids), max_failed, has_models=bool(models))
+    scoring.add(0, make_batch([3] * num_rows), make_examples(num_rows))
+    scoring.finish()
+    return combine(scoring.run(), models=models, max_failed=max_failed)
+
+
+def test_a_function_that_returns_none_has_no_part_in_the_score_and_no_number_in_any_mean():
+    scored = score_by({"right": [1.0, None, None, {"score": None}], "short": [0.5, 0.25, None, [0.0, 0.0, 2.0]]})
+    assert rewards(scored) == [[0.0, 0.0, 6.0], [0.0, 0.0, 2.5], [0.0, 0.0, 20.0]]
+    assert scored.kept_rows == (0, 1, 3)
+    assert scored.failures[0].reason == "no reward function applies: right, short returned None"
+    assert str(scored.batch.reward_parts.tolist()) == "[[1.0, 0.5], [nan, 0.25], [nan, 2.0]]"
+    said = {"reward/right/mean": Mean(1.0, 1), "reward/right/num_scored": Sum(1), "reward/short/mean": Mean(2.75, 3)}
+    said |= {"reward/short/num_scored": Sum(3), "reward/failed_not_applicable": Sum(1), "reward/num_scored": Sum(3)}
+    assert {name: scored.metrics[name] for name in said} == said
+
+
+def test_a_function_that_never_applies_has_no_mean():
+    scored = score_by({"right": [None, None], "short": [0.5, 0.25]})
+    assert scored.metrics["reward/right/num_scored"] == Sum(0)
+    assert not {"reward/right/mean", "reward/right/std"} & scored.metrics.keys()
+
+
+def test_too_many_rows_that_no_function_applies_to_end_the_run_with_a_word_on_none():
+    with pytest.raises(TooManyFailuresError, match=r"3 rollouts have no score \(3 not_applicable\).*returned None"):
+        score_by({"right": [None] * 3 + [1.0], "short": [None] * 4}, max_failed=0.5)
+    with pytest.raises(TooManyFailuresError, match="without `return` a function returns None, too"):
+        score([None, None], max_failed=0.5)
+
+
+def test_a_row_that_no_function_applies_to_has_the_score_of_a_reward_model():
+    models = [ModelScores(torch.tensor([1.0, 2.0, 4.0]), weight=0.5, functions=("right", "short"))]
+    scored = score_by({"right": [None, None, 3.0], "short": [None] * 3}, models, max_failed=0.0)
+    assert rewards(scored) == [[0.0, 0.0, 0.5], [0.0, 0.0, 1.0], [0.0, 0.0, 5.0]]
+    assert scored.batch.part_names == ("right", "short", "model")
+    assert str(scored.batch.reward_parts.tolist()) == "[[nan, nan, 1.0], [nan, nan, 2.0], [3.0, nan, 4.0]]"
+    alone = score([None, 1.0], models=[ModelScores(torch.tensor([2.0, 3.0]))])
+    assert rewards(alone) == [[0.0, 0.0, 2.0], [0.0, 0.0, 4.0]]
+    assert str(alone.batch.reward_parts.tolist()) == "[[nan, 2.0], [1.0, 3.0]]"
 
 
 def test_a_function_beside_a_reward_model_is_a_part_too_and_a_reward_model_alone_is_not():
     model = ModelScores(torch.tensor([1.0]))
     assert score([0.5], models=[model]).batch.part_names == ("function", "model")
-    alone = ModelScores(torch.tensor([1.0]), is_alone=True)
+    alone = ModelScores(torch.tensor([1.0]), functions=())
     assert score([0.0], models=[alone]).batch.part_names == ("model",)
     assert score([0.5]).batch.reward_parts is None
 

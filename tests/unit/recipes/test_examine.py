@@ -57,7 +57,7 @@ def test_a_dry_run_says_what_was_read(own):
     ("result", "problem"),
     [
         ("'1.0'", "expected a number"),
-        ("None", "expected a number"),
+        ("None", "returned None"),
         ("float('nan')", "expected a finite number"),
         ("[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]", "6"),
         ("{'scor': 1.0}", "score"),
@@ -69,6 +69,31 @@ def test_a_dry_run_refuses_a_reward_that_returns_no_score(own, tmp_path, result,
     (tmp_path / "rewards.py").write_text(REWARD.replace("0.0", result))
     with pytest.raises(RewardError, match=rf"train.jsonl:1: the reward .* '1', and gave no score: .*{problem}"):
         examine_dry(own())
+    with pytest.raises(RewardError, match=rf"train.jsonl:1: the reward .* '1', and gave no score: .*{problem}"):
+        examine(own())  # a start, before anything expensive
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "reward={function: judge, parameters: {url: 'http://127.0.0.1:9/v1', model: m}}",
+        "reward={function: null, functions: [{name: a, function: FILE}, {name: b, function: FILE, parameters: {url: x}}]}",
+    ],
+)
+def test_what_may_cost_money_is_not_asked_before_a_run(own, tmp_path, reward):
+    asked = tmp_path / "asked"
+    text = f"def f(data_source, solution_str, ground_truth, extra_info, url=None): open({str(asked)!r}, 'w')\n"
+    (tmp_path / "rewards.py").write_text(text)
+    examine(own(reward.replace("FILE", f"'{tmp_path}/rewards.py:f'")))
+    assert not asked.exists()
+
+
+def test_several_rewards_need_not_apply_to_the_first_row_as_it_is(own, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARD.replace("0.0", "None"))
+    file = f"{tmp_path}/rewards.py:f"
+    examine(
+        own(f"reward={{function: null, functions: [{{name: a, function: '{file}'}}, {{name: b, function: '{file}'}}]}}")
+    )
 
 
 def test_a_dry_run_does_not_refuse_a_reward_that_raises_on_a_form_of_answer(own, tmp_path):

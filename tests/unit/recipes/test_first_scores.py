@@ -65,6 +65,18 @@ def test_nothing_is_said_too_early_or_where_scores_or_their_parts_differ(steps):
     assert said(steps) == []
 
 
+def test_a_reward_that_never_applies_is_named_and_a_part_that_never_differs_is_none():
+    functions = "reward.functions=[{name: a, function: 'r.py:a'}, {name: b, function: 'r.py:b'}]"
+    config = config_of("reward.function=null", functions)
+    nan = float("nan")
+    (words,) = said([rollouts([1.0, 0.0], parts=[[1.0, nan], [0.0, nan]])] * NUM_STEPS, config)
+    assert words.startswith("the reward b returned None for all 6 scored rollouts of the first 3 steps")
+    (words,) = said([rollouts([1.0, 1.0], parts=[[1.0, nan], [1.0, nan]])] * NUM_STEPS, config)
+    assert "the reward b returned None" in words
+    assert "all 6 scores of the first 3 steps are 1, which" in words
+    assert said([rollouts([1.0, 0.0], parts=[[1.0, nan], [nan, 0.0]])] * NUM_STEPS, config) == []
+
+
 def test_dynamic_sampling_has_an_error_of_its_own():
     assert said([rollouts([0.0, 0.0])] * NUM_STEPS, config_of("rollout.dynamic_sampling=3")) == []
 

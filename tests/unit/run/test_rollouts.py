@@ -50,7 +50,8 @@ def step_rollouts(*, learned: bool = True, examples=None, texts=("4", "5", "\udc
     )
     kept = rows.rows([0, 2])
     rewards = torch.tensor([0, 0, 0, 1.0, 0, 0, 0.25])
-    batch = kept.scored(rewards, torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64), ("right", "short"))
+    parts = torch.tensor([[1.0, float("nan")], [0.0, 0.5]], dtype=torch.float64)  # `short` does not apply to the first
+    batch = kept.scored(rewards, parts, ("right", "short"))
     scored = Scored(
         batch=batch,
         kept_rows=(0, 2),
@@ -90,7 +91,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "ground_truth": "4",
         "answer": "4",
         "score": 1.0,
-        "reward_parts": {"right": 1.0, "short": 0.5},
+        "reward_parts": {"right": 1.0, "short": None},
         "reward_extras": {"acc": 1.0},
         "replaced": False,
         "failure": None,
