@@ -24,7 +24,7 @@ test-slow: .venv/installed
 
 # Draws docs/learning.png anew; fails when an algorithm does not learn.
 learn-check: .venv/installed
-	$(BIN)/rally learn-check --out docs
+	PYTHONPATH=tests/shared $(BIN)/python -m learning.check --out docs
 
 # The documentation as a site, in build/site; references of commands and keys are made from the code (docs/site.py).
 docs: .venv/installed

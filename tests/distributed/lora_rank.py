@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -30,8 +31,22 @@ MESHES: dict[str, dict[str, int]] = {
 }
 ROLES = {"actor": load_policy, "critic": load_critic}
 PRECISIONS = ("float64", "float32", "bfloat16")
+WHOLE = "whole"
+"""File that asks for the whole grid."""
 LORA = LoRAConfig(rank=3, alpha=5, rslora=True)
 NUM_STEPS = 3
+
+
+def cases(*, whole: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield mesh, role and precision: all of them, or so many that any two of them meet.
+
+    One process, which others are compared with, has all roles and precisions.
+    """
+    for place, name in enumerate(MESHES):
+        few = (("actor", "float32"), ("critic", "float64"), (tuple(ROLES)[place % 2], "bfloat16"))
+        for case in itertools.product(ROLES, PRECISIONS):
+            if whole or name == "1 process" or case in few:
+                yield name, *case
 
 
 def outputs_of(shard: ModelShard, role: str) -> Callable[[Sequences, Tensor], Tensor]:
@@ -100,8 +115,9 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         if rank >= grid.size:
             continue
         mesh = DeviceMesh.connect(rendezvous, name, rank, sizes, timeout_s=120)
-        for role in ROLES:
-            for dtype in PRECISIONS:
-                case = f"{name}, {role}, {dtype}"
-                got = run(role, dtype, mesh, model_folder, folder / case, grid.part(rank))
-                safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")
+        for of_mesh, role, dtype in cases(whole=(folder / WHOLE).exists()):
+            if of_mesh != name:
+                continue
+            case = f"{name}, {role}, {dtype}"
+            got = run(role, dtype, mesh, model_folder, folder / case, grid.part(rank))
+            safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")

@@ -222,22 +222,6 @@ def evaluate(
     )
 
 
-@app.command(name="learn-check")
-def learn_check(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Such as gspo; by default all.")] = None,
-    loss: Annotated[list[str] | None, typer.Option(metavar="FILE:NAME", help="A policy loss of your own.")] = None,
-    advantage: Annotated[list[str] | None, typer.Option(metavar="FILE:NAME", help="An advantage of your own.")] = None,
-    num_seeds: Annotated[int, typer.Option(min=3, max=10, help="Trainings of each on each task.")] = 5,
-    out: Annotated[str, typer.Option(metavar="FOLDER", help="For learning.json and learning.png.")] = "learn-check",
-) -> None:
-    """Train small tasks with every algorithm, and fail if one has stopped learning."""
-    from rallypoint.cli.learn import learn_check as run_check
-
-    raise typer.Exit(
-        run_check(names or [], losses=loss or [], advantages=advantage or [], num_seeds=num_seeds, folder=out)
-    )
-
-
 @app.command()
 def chat(
     checkpoint: Annotated[

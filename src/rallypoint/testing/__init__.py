@@ -7,9 +7,8 @@ Must not know: processes, models.
 
     check_objective(OwnObjective(function=my_loss))     # raises ConformanceError, and says what is wrong
 
-Owns: batches that break careless functions, the checks, the papers' formulas as loops over tokens, and a policy
-whose responses can be enumerated, `POLICY`, on which expected gradients are exact; and the learning suite, `learning`,
-of tasks whose optimum is known.
+Owns: batches that break careless functions, the checks, and a policy whose responses can be enumerated, `POLICY`, on
+which expected gradients are exact. The papers' formulas as loops over tokens are in `tests/shared/formulas`.
 """
 
 from rallypoint.testing.cases import CASES, Case

@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 import torch
+from formulas import advantages as formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from rallypoint.algorithms import (
     group_relative_token_advantages,
     whiten,
 )
-from rallypoint.testing import advantage_formulas as formulas
 from rallypoint.testing.cases import make_case
 
 numbers = st.integers(-64, 64).map(lambda n: n / 16)  # exact in float32

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from formulas import advantages
+from formulas import losses as formulas
 from hypothesis import given, settings
 from random_cases import random_cases
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from rallypoint.errors import RewardError
-from rallypoint.testing import CASES, check_advantage, check_correction, check_objective, formulas
-from rallypoint.testing import advantage_formulas as advantages
+from rallypoint.testing import CASES, check_advantage, check_correction, check_objective
 from rallypoint.testing.cases import make_case
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from formulas import losses as formulas
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.algorithms import KL, kl_penalty
-from rallypoint.testing import formulas
 
 POLICY = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([0.3, 0.3, 0.2, 0.2], dtype=torch.float64)

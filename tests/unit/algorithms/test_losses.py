@@ -2,12 +2,12 @@ import itertools
 
 import pytest
 import torch
+from formulas import losses as formulas
 from hypothesis import given
 from hypothesis import strategies as st
 from random_cases import random_cases
 
 from rallypoint.algorithms import entropy_bonus, explained_variance, kl_loss, policy_loss, value_loss
-from rallypoint.testing import formulas
 from rallypoint.types import merge
 
 numbers = st.floats(-4, 4, width=32)

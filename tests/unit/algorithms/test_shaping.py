@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from formulas import losses as formulas
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -14,7 +15,6 @@ from rallypoint.algorithms import (
     weigh,
     weigh_valued,
 )
-from rallypoint.testing import formulas
 from rallypoint.types import JudgedBatch
 
 LENGTHS = (1, 3, 2, 4, 0)

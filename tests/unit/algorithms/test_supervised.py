@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
+from formulas import supervised as formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.algorithms import BradleyTerry, CrossEntropy, LossInputs, PreferenceLoss, TokenOutputs
-from rallypoint.testing import supervised_formulas as formulas
 from rallypoint.types import PairBatch, merge, offsets_from_lengths
 
 STEP = 1e-6

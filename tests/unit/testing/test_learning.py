@@ -4,6 +4,11 @@ import dataclasses
 from typing import get_args
 
 import pytest
+from learning.cells import CELLS, own_advantage, own_loss
+from learning.check import learn_check
+from learning.picture import save_learning
+from learning.tasks import TASKS
+from learning.training import BOUND, Result, judge, learn
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -15,12 +20,7 @@ from rallypoint.algorithms import (
     RowMask,
 )
 from rallypoint.algorithms.aggregation import AggregationName
-from rallypoint.cli.learn import learn_check
-from rallypoint.display.learning import save_learning
 from rallypoint.errors import ConfigError
-from rallypoint.testing.cells import CELLS, own_advantage, own_loss
-from rallypoint.testing.learning import BOUND, Result, judge, learn
-from rallypoint.testing.tasks import TASKS
 
 QUICK = ("gae", "grpo", "rloo", "reinforce_plus_plus", "gdpo", "gspo", "cispo", "dppo", "tis, sequence", "kl: k3")
 

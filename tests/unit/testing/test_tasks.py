@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from rallypoint.testing.tasks import PARTS, TASKS, cut_off
+from learning.tasks import PARTS, TASKS, cut_off
 
 
 def test_the_value_of_a_policy_is_that_of_the_sum_over_its_ways_by_hand():

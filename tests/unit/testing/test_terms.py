@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
+from formulas import losses as formulas
 from hypothesis import given, settings
 from random_cases import random_cases
 
 from rallypoint.algorithms import ADVANTAGES, KL, Weights, aggregate, kl_loss, kl_penalty, value_loss, weigh
 from rallypoint.algorithms.kl import log_ratio
-from rallypoint.testing import POLICY, ConformanceError, check_aggregation, check_kl, check_value_loss, formulas
+from rallypoint.testing import POLICY, ConformanceError, check_aggregation, check_kl, check_value_loss
 
 KLS = {
     "k1 in the reward": (KL(coef=1.0, estimator="k1", placement="reward"), "reverse"),

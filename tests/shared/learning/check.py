@@ -1,10 +1,17 @@
-"""`rally learn-check`: every algorithm trains small tasks, and none may have stopped learning."""
+"""Every algorithm trains small tasks, and none may have stopped learning; an algorithm of your own does beside them.
+
+    PYTHONPATH=tests/shared python -m learning.check gspo --loss mine.py:my_loss --out here
+
+`make learn-check` draws docs/learning.png with it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,14 +21,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from learning.cells import CELLS, Cell, own_advantage, own_loss
+from learning.picture import save_learning
+from learning.tasks import TASKS
+from learning.training import BOUND, Result, learn
 from rallypoint.disk import naming
-from rallypoint.display.learning import save_learning
 from rallypoint.display.theme import PALETTE
 from rallypoint.errors import ConfigError
 from rallypoint.run import why_no_plot
-from rallypoint.testing.cells import CELLS, Cell, own_advantage, own_loss
-from rallypoint.testing.learning import BOUND, Result, learn
-from rallypoint.testing.tasks import TASKS
 from rallypoint.user_code import UserFunction
 
 
@@ -84,3 +91,21 @@ def _write(console: Console, folder: Path, results: Sequence[Result]) -> None:
         table.write_text(json.dumps(values), encoding="utf-8")
     picture = save_learning(results, folder / "learning.png")
     console.print(f"wrote {escape(str(table))} and {picture or f'no picture: {why_no_plot()}'}", soft_wrap=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the command line and train; return its exit status."""
+    parser = argparse.ArgumentParser(description="Train small tasks; fail if an algorithm has stopped learning.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as gspo; by default all")
+    parser.add_argument("--loss", action="append", default=[], metavar="FILE:NAME", help="an own policy loss")
+    parser.add_argument("--advantage", action="append", default=[], metavar="FILE:NAME", help="an own advantage")
+    parser.add_argument("--num-seeds", type=int, default=5, choices=range(3, 11), help="trainings of each on each task")
+    parser.add_argument("--out", default="learn-check", metavar="FOLDER", help="for learning.json and learning.png")
+    given = parser.parse_args(arguments)
+    return learn_check(
+        given.names, losses=given.loss, advantages=given.advantage, num_seeds=given.num_seeds, folder=given.out
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

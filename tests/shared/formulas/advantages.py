@@ -1,4 +1,4 @@
-"""Advantages of the papers, in plain Python floats; see `formulas`. Each returns the advantage of every token, [T]."""
+"""Advantages of the papers, in plain Python floats. Each returns the advantage of every token, [T]."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from learning.tasks import TASKS
+from learning.training import BOUND, Result
 from rallypoint.disk import naming
 from rallypoint.display.theme import BLUE, GREEN, ORANGE, PURPLE, VERMILION
-from rallypoint.testing.learning import BOUND, Result
-from rallypoint.testing.tasks import TASKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,14 +1,14 @@
 """The learning suite: every algorithm trains tasks with a known optimum, and is judged by how much of it it reaches.
 
-    from rallypoint.testing.cells import CELLS
-    from rallypoint.testing.learning import judge, learn
+    from learning.cells import CELLS
+    from learning.training import judge, learn
 
     curves = [learn(CELLS["gspo"], TASKS["sort"], seed) for seed in range(5)]
     judge(curves).passes
 
 Owns: the training of a table, and the bound. Must not know: processes, models. What trains are the project's
 own formulas: `weigh`, `ActorLoss` and `ClippedValueLoss`, with the defaults that a config has, two mini-batches twice a
-step, so that ratios leave 1; the policy is a table (`tasks`). `rally learn-check` runs all of it.
+step, so that ratios leave 1; the policy is a table (`tasks`). `check` runs all of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learning.cells import Cell
+from learning.tasks import Task, cut_off
 from rallypoint.algorithms import (
     GAE,
     KL,
@@ -34,8 +36,6 @@ from rallypoint.algorithms import (
     weigh,
     weigh_valued,
 )
-from rallypoint.testing.cells import Cell
-from rallypoint.testing.tasks import Task, cut_off
 from rallypoint.types import ActorBatch, JudgedBatch, Sequences
 
 GROUP_SIZE = 16

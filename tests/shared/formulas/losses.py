@@ -1,4 +1,4 @@
-"""The formulas of the papers, token by token, in plain Python floats: what `rallypoint.algorithms` is compared with.
+"""Policy losses, corrections and KLs of the papers, token by token.
 
 Written from the papers and not from the code, slow and without torch on purpose. `new` are the logprobs of the policy
 as it is; where a paper stops the gradient, the formula reads `fixed`, the same numbers: differences of a formula by

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from learning.tasks import PARTS, TASKS, Task
 from rallypoint.algorithms import (
     ADVANTAGES,
     CORRECTIONS,
@@ -27,7 +28,6 @@ from rallypoint.algorithms.aggregation import AggregationName
 from rallypoint.config import RunConfig
 from rallypoint.config.fields import Section, named_sections
 from rallypoint.config.sections import algorithms as sections
-from rallypoint.testing.tasks import PARTS, TASKS, Task
 
 _PULL, _WEAK_PULL = 0.2, 0.01
 """Coefficients of the KL where it is part of the optimum, and where the score alone counts."""
