@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rallypoint import checkpoint
 from rallypoint.config import shown
 from rallypoint.disk import naming
-from rallypoint.display.text import clock_time, resample, shorten
+from rallypoint.display.text import clock_time, limits, resample, shorten
 from rallypoint.display.theme import phase_colours
 from rallypoint.journal import Change, RunBegan, config_changes, fold, read_journal
 from rallypoint.observability.numbers import counted, finite_mean
@@ -134,36 +134,6 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [finite_mean(values[max(0, at - reach) : at + reach + 1]) for at in range(len(values))]
 
 
-def limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the range of an axis: from 0, unless a third would be empty; and so wide that noise looks small.
-
-    None if values lie on both sides of 0.
-
-    >>> limits([0.1, 0.9]), limits([0.5, 0.5]), limits([-0.1, 0.1])
-    ((0.0, 0.945), (0.445, 0.555), None)
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    if low == high == 0.0:
-        return 0.0, 1.0
-    if low < 0.0 < high:
-        return None
-    if low < 0.0:
-        turned = limits([-value for value in finite])
-        return turned and (-turned[1], -turned[0])
-    if 3 * low <= high:
-        low = 0.0
-    else:
-        missing = max(0.0, _LEAST_SPAN * high - (high - low)) / 2
-        low, high = low - missing, high + missing
-    margin = (high - low) / 20
-    return round(low and low - margin, 12), round(high + margin, 12)
-
-
-_LEAST_SPAN = 0.2
-"""Least height of an axis that does not begin at 0, as a share of the highest value."""
-
-
 def _resumes(starts: Sequence[RunBegan]) -> Iterator[tuple[int, list[Change]]]:
     """Yield after which step each resume begins, and which keys it has changed that the weights may depend on."""
     for before, now in itertools.pairwise(starts):
@@ -238,8 +208,7 @@ def _draw_course(
         style: dict[str, Any] = {"color": QUIET} if is_changed else {"color": FAINT, "linestyle": (0, (2, 3))}
         for place in places:
             axes.axvline(place, linewidth=0.9, zorder=1, label=label if place == places[0] else None, **style)
-    if (found := limits([*values, *scores])) is not None:
-        axes.set_ylim(*found)
+    axes.set_ylim(*limits([*values, *scores]))
     _tidy(axes, [*steps, *score_steps])
     axes.set_xlabel("step", color=INK, fontsize=9, loc="right", labelpad=2)
     if values or scores:

@@ -17,15 +17,17 @@ from rich.panel import Panel
 from rich.text import Text
 
 from rallypoint.display.state import RunState
-from rallypoint.display.text import bar_cells, clean, clock_time, fit, resample, shorten, sparkline, stretch
+from rallypoint.display.text import bar_cells, clean, clock_time, fit, limits, resample, shorten, sparkline, stretch
 from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, number
 
 LONG_WAIT_S = 20.0
 """Seconds after which a wait is coloured."""
 
-LABEL, VALUE, NARROW_VALUE, SIDE = 12, 16, 9, 13
-"""Cells of the columns left of a drawing, and right of it."""
+LABEL, VALUE, NARROW_VALUE, SIDE, AXIS = 12, 16, 9, 13, 7
+"""Cells of the columns left of a drawing, and right of it; of a chart the latter has the numbers of its axis."""
+LOW = 13
+"""With less than this many lines inside the frame, the chart is one line."""
 NARROW = 50
 """With fewer cells inside the frame, values are written in their shortest form."""
 MAX_NOTE_LINES, MAX_CHART_LINES = 8, 6
@@ -44,7 +46,7 @@ NUMBERS: tuple[tuple[str, str], ...] = (
 
 _Rows = list[tuple[int, Text]]
 """Lines with their ranks: 0 stays, 9 goes first."""
-_SPACE, _MORE_NUMBERS, _TEXTS, _LEGEND, _NUMBERS, _ADVICE, _TIME, _NOTE = 9, 8, 7, 6, 5, 4, 3, 2
+_SPACE, _MORE_NUMBERS, _TEXTS, _LEGEND, _NUMBERS, _ADVICE, _TIME, _NOTE, _CHART = 9, 8, 7, 6, 5, 4, 3, 2, 1
 
 
 def render(state: RunState, width: int, height: int) -> Panel:
@@ -148,10 +150,17 @@ def _waiting_rows(state: RunState, inner: int) -> _Rows:
 
 
 def _scores(state: RunState, inner: int, room: int) -> _Rows:
-    """Draw the reward, or what else is watched, two rows tall or more, and the validation score as wide."""
-    course = resample(state.course.points(), _drawing_cells(inner, side=0))
-    tall = min(max(2 + (room - 19) // 6, 2), MAX_CHART_LINES)
-    *top, bottom = sparkline(course, len(course), height=tall)
+    """Draw the reward, or what else is watched, with the numbers of its axis, and the validation score as wide."""
+    width = _drawing_cells(inner, side=AXIS)
+    course = resample(state.course.points(), width)
+    tall = min(max(2 + (room - 19) // 6, 2), MAX_CHART_LINES) if room >= LOW else 1
+    axis = limits(course)
+    *top, bottom = sparkline(course, len(course), tall, axis if tall > 1 else None)
+    ends = [number(axis[1]), *[""] * (tall - 2), number(axis[0])] if tall > 1 and course else [""] * tall
+    drawn = [
+        Text(line.ljust(width), style=PALETTE["reward"]).append(f"{end:>{AXIS}}", style=PALETTE["quiet"])
+        for line, end in zip((*top, bottom), ends, strict=True)
+    ]
     scores = stretch(state.validations.points(), len(course))
     value = number(state.validation)
     if len(state.validations.points()) > 1 and inner >= NARROW:
@@ -160,8 +169,8 @@ def _scores(state: RunState, inner: int, room: int) -> _Rows:
     newest = state.report.scalars.get(watched) if state.report is not None else None
     validation = Text(sparkline(scores, len(scores))[0], style=PALETTE["validation"])
     return [
-        *((_ADVICE, _row(inner, "", "", Text(line, style=PALETTE["reward"]))) for line in top),
-        (0, _row(inner, label, number(newest), Text(bottom, style=PALETTE["reward"]))),
+        *((_CHART, _row(inner, "", "", line)) for line in drawn[:-1]),
+        (0, _row(inner, label, number(newest), drawn[-1])),
         (_SPACE, Text()),
         (0, _row(inner, state.validation_label, value, validation)),
     ]

@@ -127,11 +127,39 @@ def stretch(values: Sequence[float], width: int) -> list[float]:
     return [values[column * len(values) // width] for column in range(width)]
 
 
-def sparkline(values: Sequence[float], width: int, height: int = 1) -> list[str]:
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of an axis: from 0, unless a third would be empty; and so wide that noise looks small.
+
+    >>> limits([0.1, 0.9]), limits([0.5, 0.5]), limits([-0.1, 0.1])
+    ((0.0, 0.945), (0.445, 0.555), (-0.11, 0.11))
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low == high == 0.0:
+        return 0.0, 1.0
+    if high <= 0.0:
+        bottom, top = limits([-value for value in finite])
+        return -top, -bottom
+    if 0.0 < 3 * low <= high:
+        low = 0.0
+    elif low > 0.0:
+        missing = max(0.0, _LEAST_SPAN * high - (high - low)) / 2
+        low, high = low - missing, high + missing
+    margin = (high - low) / 20
+    return round(low and low - margin, 12), round(high + margin, 12)
+
+
+_LEAST_SPAN = 0.2
+"""Least height of an axis that does not begin at 0, as a share of the highest value."""
+
+
+def sparkline(
+    values: Sequence[float], width: int, height: int = 1, axis: tuple[float, float] | None = None
+) -> list[str]:
     """Draw values as columns of eighth blocks, `height` rows tall; the first row is the top.
 
-    Columns stand on zero unless a value is negative, so that their heights compare honestly. A column
-    without a finite value is left blank.
+    Without an axis, which is for drawings that have its numbers beside them, columns stand on zero unless a value is
+    negative, so that their heights compare honestly. A column without a finite value is left blank.
 
     >>> sparkline([0.0, 1.0, 2.0, 4.0], 4)
     ['▁▂▄█']
@@ -140,7 +168,7 @@ def sparkline(values: Sequence[float], width: int, height: int = 1) -> list[str]
     finite = [value for value in columns if math.isfinite(value)]
     if not finite:
         return [" " * len(columns)] * height
-    low, high = min(0.0, *finite), max(finite)
+    low, high = axis or (min(0.0, *finite), max(finite))
     eighths = [_eighths(value, low, high, 8 * height) for value in columns]
     return [
         "".join(BLOCKS[min(8, max(0, column - 8 * row))] for column in eighths) for row in range(height - 1, -1, -1)

@@ -57,5 +57,6 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
         folder.metrics,
         predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
         num_warmup_steps=config.num_warmup_steps,
+        watched=config.watched,
         text_of=_text_of(found[-1], config) if found else None,
     )

@@ -13,6 +13,7 @@ runs/NAME/
     published/       weights on their way to the rollout role, while the run goes on
     model/ data/     what the run made for itself, if it did
     curve.png        reward and validation score
+    summary.txt      the whole summary, if its terminal had no room for it
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Self
 from rallypoint.config import WATCHED
 from rallypoint.extras import find_unusable
 from rallypoint.observability.health import health
+from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
@@ -95,6 +96,8 @@ class Summary:
     """What a validation is shown by: its score, or its loss."""
     validations: Sequence[tuple[int, float]] = ()
     """(step, score or loss), oldest first."""
+    course: tuple[str, float, float, int] | None = None
+    """What is watched above all: its short name, its means over the first and the last steps, and over how many."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Seconds by phase, summed over the steps."""
     num_tokens_sampled: int = 0
@@ -124,6 +127,7 @@ class Summary:
         *,
         predicted_memory_gib: Mapping[str, float] | None = None,
         num_warmup_steps: int = 0,
+        watched: Sequence[tuple[str, str]] = WATCHED,
         text_of: Callable[[int], str] | None = None,
     ) -> Self:
         """Return the summary with the numbers of a metrics file; a resumed run counts what came before, too.
@@ -132,6 +136,7 @@ class Summary:
             metrics_path: file of the run.
             predicted_memory_gib: prediction for each role.
             num_warmup_steps: steps in which the policy is not expected to learn.
+            watched: scalars that a person wants to see of this run, with short names.
             text_of: says what a token looks like.
         """
         records, shown = read_metrics(metrics_path), f"validation/{self.validated}"
@@ -140,6 +145,7 @@ class Summary:
             num_steps=int(max((record[STEP] for record in records), default=0)),
             seconds=records[-1][TIME] if records else 0.0,
             validations=[(int(record[STEP]), record[shown]) for record in records if shown in record],
+            course=_course(records, *watched[0]),
             phases=top_level(_totals(records, TIME_PREFIX)),
             num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
             num_tokens_trained=int(_total(records, TOKENS_TRAINED)),
@@ -148,6 +154,16 @@ class Summary:
             agreement=Agreement.of(records, text_of),
             notes=(*self.notes, *_failures(records), *_not_learning(records, num_warmup_steps)),
         )
+
+
+def _course(records: Sequence[Mapping[str, float]], name: str, label: str) -> tuple[str, float, float, int] | None:
+    values = [record[name] for record in records if math.isfinite(record.get(name, math.nan))]
+    num_steps = max(1, min(len(values) // 4, _COURSE_STEPS))
+    return (label, finite_mean(values[:num_steps]), finite_mean(values[-num_steps:]), num_steps) if values else None
+
+
+_COURSE_STEPS = 20
+"""Most steps of a mean in the summary."""
 
 
 def _step_s(records: Sequence[Mapping[str, float]]) -> float:

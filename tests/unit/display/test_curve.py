@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from rallypoint.checkpoint import MANIFEST, checkpoint_name
 from rallypoint.display import save_curve
-from rallypoint.display.curve import draw_curve, limits
+from rallypoint.display.curve import draw_curve
 from rallypoint.journal import Journal, RunBegan
 from rallypoint.run import MetricsLog, Summary
 from rallypoint.run.folder import RunFolder
@@ -106,24 +106,6 @@ def test_all_words_of_a_picture_are_inside_of_it_and_do_not_cover_the_axes(tmp_p
     assert not any(legend.overlaps(axes.bbox) for legend, axes in zip(legends, (main, times), strict=True))
     assert len(times.get_legend().get_texts()) == 8
     assert main.bbox.width > 0.9 * paper.width
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([0.4, 0.45, 0.5], (0.395, 0.505)),  # fills the picture
-        ([0.499, 0.501], (0.445, 0.555)),  # noise: a fifth of its height as an axis, at least
-        ([0.1, 0.9], (0.0, 0.945)),
-        ([0.0, 0.0], (0.0, 1.0)),
-        ([-50.0, -45.0, math.nan], (-53.0, -42.0)),
-        ([-0.2, 0.3], None),
-        ([], (0.0, 1.0)),
-    ],
-)
-def test_a_narrow_band_fills_the_axis_and_noise_does_not(
-    values: list[float], expected: tuple[float, float] | None
-) -> None:
-    assert limits(values) == (expected and pytest.approx(expected, abs=6e-3))
 
 
 def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> None:

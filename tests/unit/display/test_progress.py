@@ -280,6 +280,50 @@ def test_the_summary_says_what_a_step_took_and_what_start_up_did(tmp_path: Path)
     assert re.search(r"start +█+ +\d+\.\d% +12\.0 s", written(console))
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (120, 40)])
+def test_a_long_summary_fits_its_terminal_with_its_first_line_and_the_file_has_the_rest(
+    width: int, height: int, tmp_path: Path
+) -> None:
+    summary = dataclasses.replace(
+        SUMMARY,
+        run_dir=tmp_path,
+        phases={f"phase {name}": 10.0 for name in "abcdefgh"},
+        memory_gib=dict.fromkeys(("actor", "critic", "rollout", "reference"), (2.0, 3.0)),
+        commands={"chat": "rally chat runs/digits-0", "evaluate": "rally eval runs/digits-0 validation.parquet"},
+        notes=[f"{name} warning: {'words ' * 30}" for name in ("first", "second", "third", "fourth")],
+    )
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    LivePanel(console, clock=lambda: 0.0).finish(summary)
+    lines = [line for line in written(console).split("\n") if not line.startswith("\x1b")]
+    assert sum(max(math.ceil(cell_len(line) / width), 1) for line in lines) < height, "the prompt needs a line"
+    text = "\n".join(lines)
+    for words in (
+        "digits-0 finished",
+        "0.100 → 0.900",
+        str(tmp_path),
+        "step_000300",
+        "rally chat",
+        "rally eval",
+        "first warning",
+    ):
+        assert words in text, words
+    whole = (tmp_path / "summary.txt").read_text() if "summary.txt" in text else text
+    for words in ("0.100 → 0.900", "phase h", "reference", "fourth warning"):
+        assert words in whole, words
+
+
+@pytest.mark.parametrize(("num_steps", "words"), [(1, "0.250 → 0.250   first and last step"), (40, "0.250 → 10.0")])
+def test_a_summary_without_validation_begins_with_the_reward(num_steps: int, words: str, tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: 0.0) as log:
+        for step in range(1, num_steps + 1):
+            log.write(step, {"reward/mean": 0.25 if step < 20 else 10.0})
+    console = terminal()
+    LivePanel(console, clock=lambda: 0.0).finish(
+        Summary(name="x", run_dir=tmp_path).measured(tmp_path / "metrics.jsonl")
+    )
+    assert f"reward        {words}" in written(console)
+
+
 def test_a_curve_that_could_not_be_drawn_is_no_end_and_says_why() -> None:
     console = terminal()
     summary = dataclasses.replace(SUMMARY, curve=None, why_no_curve="DiskError: no space left")

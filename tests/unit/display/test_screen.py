@@ -1,5 +1,6 @@
 """The panel as a terminal shows it: of three sizes, with Ctrl-C, with what is typed and printed, and resized."""
 
+import dataclasses
 import io
 import re
 import sys
@@ -155,6 +156,19 @@ def test_a_frame_is_never_higher_than_the_terminal_and_shows_step_and_reward_fir
     board.note(NOTE)
     text = "\n".join(frame(columns, rows, board))
     assert rows < 8 or ("step" in text and "reward" in text)
+
+
+@pytest.mark.parametrize("rows", [16, 20, 24, 40])
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_chart_has_the_numbers_of_its_axis_and_is_whole(columns: int, rows: int):
+    board = RunState(lambda: 0.0)
+    board.start(dataclasses.replace(played_panel.RUN, course=[0.4 + 0.1 * at / 200 for at in range(200)]))
+    board.step(dataclasses.replace(played_panel.report(12, is_real=True), scalars={"reward/mean": 0.5}))
+    lines = frame(columns, rows, board)
+    bottom = next(at for at, line in enumerate(lines) if line.strip("│ ").startswith("reward"))
+    assert lines[bottom].endswith("  0.395  │")
+    assert any(re.search("[▄▅▆▇█]  0.505  │$", line) for line in lines)
+    assert set("▁▂▃") & set(lines[bottom]), "the low end of a narrow band is low"
 
 
 def test_what_is_typed_is_echoed_again_when_the_panel_has_gone_and_after_an_error(tmp_path: Path):

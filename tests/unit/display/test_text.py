@@ -3,7 +3,7 @@ import math
 import pytest
 from rich.cells import cell_len
 
-from rallypoint.display.text import bar_cells, clean, clock_time, resample, shorten, sparkline, stretch
+from rallypoint.display.text import bar_cells, clean, clock_time, limits, resample, shorten, sparkline, stretch
 from rallypoint.observability.numbers import number
 
 
@@ -97,3 +97,20 @@ def test_an_odd_number_is_written_as_what_it_is(value: float | None, expected: s
 def test_a_negative_or_endless_duration_is_written_without_nonsense() -> None:
     assert clock_time(-3.0) == "0:00:00"
     assert clock_time(math.inf) == "-:--:--"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.4, 0.45, 0.5], (0.395, 0.505)),  # fills it
+        ([0.499, 0.501], (0.4444, 0.5556)),  # noise: the axis is a fifth of its height, at least
+        ([0.1, 0.9], (0.0, 0.945)),
+        ([0.0, 0.5], (0.0, 0.525)),
+        ([0.0, 0.0], (0.0, 1.0)),
+        ([-50.0, -45.0, math.nan], (-53.0, -42.0)),
+        ([-0.2, 0.3], (-0.225, 0.325)),
+        ([], (0.0, 1.0)),
+    ],
+)
+def test_a_narrow_band_fills_the_axis_and_noise_does_not(values: list[float], expected: tuple[float, float]) -> None:
+    assert limits(values) == pytest.approx(expected, abs=1e-3)
