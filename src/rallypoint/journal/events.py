@@ -14,11 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 Ending: TypeAlias = Literal["finished", "stopped", "failed"]
 """How a start of a run ended: all steps are done; it was asked to stop, and is saved; or by an error."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A command that made the run, or resumed it: what a resume needs besides the config."""
+
+    overrides: Sequence[str] = ()
+    """Overrides of the command line, now and earlier; their paths are valid in any working directory."""
+    signed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Signatures of the code that the config names; see `run/trust.py`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +97,9 @@ class RunEnded:
     """The error, whole."""
 
 
-Event: TypeAlias = RunBegan | InputsRead | Said | StepDone | Validated | CheckpointSaved | RunEnded
+Event: TypeAlias = Launched | RunBegan | InputsRead | Said | StepDone | Validated | CheckpointSaved | RunEnded
 
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RunBegan, InputsRead, Said, StepDone, Validated, CheckpointSaved, RunEnded)
-}
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def fields_of(event: Event) -> dict[str, Any]:

@@ -19,13 +19,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from rallypoint.journal.events import CheckpointSaved, Event, InputsRead, RunBegan, RunEnded, Said, StepDone, Validated
+from rallypoint.journal.events import (
+    CheckpointSaved,
+    Event,
+    InputsRead,
+    Launched,
+    RunBegan,
+    RunEnded,
+    Said,
+    StepDone,
+    Validated,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunState:
     """What there is to know of a run."""
 
+    launched: Launched = Launched()
+    """The newest command that made or resumed it."""
     began: RunBegan | None = None
     """Its newest start."""
     inputs: InputsRead | None = None
@@ -53,7 +65,7 @@ class RunState:
 
 def fold(events: Iterable[Event]) -> RunState:
     """Return the state that events make, oldest first."""
-    began, inputs, ended, num_starts = None, None, None, 0
+    launched, began, inputs, ended, num_starts = Launched(), None, None, None, 0
     starts = list[RunBegan]()
     steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
     for event in events:
@@ -64,6 +76,8 @@ def fold(events: Iterable[Event]) -> RunState:
                 for done in (steps, validations, checkpoints):
                     for step in [step for step in done if step > first or not first]:
                         del done[step]
+            case Launched():
+                launched = event
             case InputsRead():
                 inputs = event
             case StepDone(step=step):
@@ -76,4 +90,4 @@ def fold(events: Iterable[Event]) -> RunState:
                 ended = event
             case Said():
                 pass
-    return RunState(began, inputs, num_starts, starts, steps, validations, checkpoints, ended)
+    return RunState(launched, began, inputs, num_starts, starts, steps, validations, checkpoints, ended)

@@ -13,7 +13,7 @@ from rallypoint.config import RewardConfig, RunConfig
 from rallypoint.config.sections.material import RewardFunctionConfig
 from rallypoint.environments.given import how_to_give_for_eval, is_given
 from rallypoint.errors import RewardError
-from rallypoint.run.folder import RunFolder, Start
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.trust import unsigned
 
 
@@ -55,7 +55,7 @@ def _of_run(path: str, config: RunConfig | None) -> RewardConfig:
         )
     if given := [spec for spec in functions if is_given(spec)]:
         raise RewardError(how_to_give_for_eval(given[0]))
-    foreign = unsigned(config, Start.read(RunFolder(Path(path).parent.parent)).signed)
+    foreign = unsigned(config, RunFolder(Path(path).parent.parent).state().launched.signed)
     if own := [spec for key, spec in config.reward.named_functions.items() if key in foreign]:
         raise RewardError(
             "the reward of this run is a file's, and you did not start that run on this machine: a run folder does not "

@@ -45,7 +45,7 @@ from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.run import MetricsLog, read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.digests import digests_of
-from rallypoint.run.folder import RunFolder, Start, anchored, write_config
+from rallypoint.run.folder import RunFolder, anchored, launched, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
 from rallypoint.run.reports import VALIDATION
@@ -87,7 +87,7 @@ def train(
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
-    with folder.locked(), process_as_found(), few_threads():
+    with folder.locked(), process_as_found(), few_threads(), Journal(folder.journal) as journal:
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
             found = found or read_material(config)
@@ -98,17 +98,16 @@ def train(
             progress.waiting("comparing the checkpoint with its manifest")
             beginning = Beginning.resumed(folder, config, from_step)
             write_config(folder, config)
-            Start.of(loaded, Start.read(folder).overrides).write(folder)
+            journal.append(launched(loaded, folder.state().launched.overrides))
         if beginning.first == config.trainer.num_steps:
             progress.start(run_info(config, folder, beginning.first))
             progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
             return True
-        with Journal(folder.journal) as journal:
-            voice = Voice(folder, progress, journal)
-            with voice.start(beginning.first, config):
-                is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer(), voice))
-                voice.end("finished" if is_done else "stopped")
-                return is_done
+        voice = Voice(folder, progress, journal)
+        with voice.start(beginning.first, config):
+            is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer(), voice))
+            voice.end("finished" if is_done else "stopped")
+            return is_done
 
 
 async def _train(

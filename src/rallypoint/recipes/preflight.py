@@ -44,7 +44,7 @@ from rallypoint.plan.role_memory import cache_bytes_per_token
 from rallypoint.recipes.machine import choices
 from rallypoint.recipes.model_folders import adapter_problems, model_problems, position_problems
 from rallypoint.run.data_sets import data_sets
-from rallypoint.run.folder import RunFolder, Start, anchored, named_run, newest_run, open_run
+from rallypoint.run.folder import RunFolder, anchored, named_run, newest_run, open_run
 from rallypoint.run.recorded_schedule import RecordedSchedule
 from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
@@ -249,8 +249,7 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
     if _is_run(recipe):
         return load_named(recipe, overrides), open_run(Path(recipe))
     folder = open_run(newest_of(recipe, overrides))
-    start = Start.read(folder)
-    taken = [one for one in start.overrides if not _sets(overrides, one.partition("=")[0])]
+    taken = [one for one in folder.state().launched.overrides if not _sets(overrides, one.partition("=")[0])]
     if taken:
         say(f"{folder.path.name}: as on the command line of its start: {' '.join(taken)}")
 
@@ -285,7 +284,7 @@ def _is_run(recipe: str) -> bool:
 
 def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) -> None:
     """Refuse code that only a run folder names, unless this user started that run."""
-    code = unsigned(anchored(loaded.config), Start.read(folder).signed)
+    code = unsigned(anchored(loaded.config), folder.state().launched.signed)
     foreign = {key: what for key, what in code.items() if key not in named}
     if foreign:
         values = dict(values_of(loaded.config))

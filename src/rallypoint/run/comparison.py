@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Change, Difference, RunState, changes, first_difference, fold, read_journal
+from rallypoint.journal import Change, Difference, RunState, changes, first_difference
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.resume import is_free
 from rallypoint.run.rollouts import read_rollouts
@@ -67,10 +67,9 @@ def compare_runs(a: Path, b: Path) -> Comparison:
 
 
 def _state(run: Path) -> RunState:
-    journal = RunFolder(run).journal
-    if not journal.is_file():
-        raise RunFolderError(f"{run} has no {journal.name}: expected the folder of a run that has begun")
-    return fold(entry.event for entry in read_journal(journal))
+    if (state := RunFolder(run).state()).began is None:
+        raise RunFolderError(f"{run} has not begun, by its journal: expected the folder of a run that has")
+    return state
 
 
 def _where(a: Path, b: Path, first: Difference) -> Iterator[str]:

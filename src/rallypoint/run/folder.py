@@ -2,8 +2,7 @@
 
 runs/NAME/
     config.yaml      every key with its value
-    start.json       how it was started, beside its config
-    journal.jsonl    what happened, event by event
+    journal.jsonl    how it was launched, and what happened, event by event
     metrics.jsonl    one line a step
     timeline.jsonl   when the groups of each step were admitted, sampled and scored
     schedule.jsonl   what was sampled when, in a run that samples ahead
@@ -27,7 +26,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from rallypoint.data.locate import is_local
 from rallypoint.disk import naming
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
+from rallypoint.journal import Journal, Launched, RunState, fold, read_journal
 from rallypoint.run.trust import sign
 
 _START_S = 3600.0
@@ -56,14 +56,17 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
-    def start(self) -> Path:
-        """The record of how the run was started; see `Start`."""
-        return self.path / "start.json"
-
-    @property
     def journal(self) -> Path:
         """What happened, event by event; see `rallypoint.journal`."""
         return self.path / "journal.jsonl"
+
+    def state(self) -> RunState:
+        """Return what the journal says of the run.
+
+        Raises:
+            RunFolderError: it is damaged.
+        """
+        return fold(entry.event for entry in read_journal(self.journal))
 
     @property
     def metrics(self) -> Path:
@@ -152,44 +155,17 @@ class RunFolder:
             yield
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Start:
-    """How a run was started: what `--resume` needs besides the config."""
-
-    overrides: tuple[str, ...] = ()
-    """Overrides of the command line, at the start and later; their paths are valid in any working directory."""
-    signed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Signatures of the code that the config names; see `trust`."""
-
-    @classmethod
-    def of(cls, loaded: LoadedConfig, before: Sequence[str] = ()) -> Start:
-        """Return the record of a start, with overrides of earlier starts unless they were given again."""
-        config = anchored(loaded.config)
-        values, raw = dict(values_of(config)), dict(values_of(loaded.config))
-        paths = [f"{key}={json.dumps(value)}" for key, value in values.items() if value != raw[key]]
-        given = [*loaded.overrides, *(one for one in paths if loaded.origins.get(_key(one)) == COMMAND_LINE)]
-        last: dict[str, str] = {}
-        for one in (*before, *given):
-            last.pop(_key(one), None)
-            last[_key(one)] = one
-        return cls(tuple(last.values()), sign(config))
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Start:
-        """Return the record of a run; an empty one if there is none."""
-        try:
-            found = json.loads(folder.start.read_text(encoding="utf-8"))
-            return cls(tuple(map(str, found["overrides"])), {str(k): str(v) for k, v in found["signed"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()
-
-    def write(self, folder: RunFolder) -> None:
-        """Write it into the folder atomically.
-
-        Raises:
-            DiskError: the disk is full or not writable.
-        """
-        _write_whole(folder.start, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+def launched(loaded: LoadedConfig, before: Sequence[str] = ()) -> Launched:
+    """Return the record of a command, with overrides of earlier ones unless they were given again."""
+    config = anchored(loaded.config)
+    values, raw = dict(values_of(config)), dict(values_of(loaded.config))
+    paths = [f"{key}={json.dumps(value)}" for key, value in values.items() if value != raw[key]]
+    given = [*loaded.overrides, *(one for one in paths if loaded.origins.get(_key(one)) == COMMAND_LINE)]
+    last: dict[str, str] = {}
+    for one in (*before, *given):
+        last.pop(_key(one), None)
+        last[_key(one)] = one
+    return Launched(overrides=tuple(last.values()), signed=sign(config))
 
 
 def create_run(loaded: LoadedConfig) -> RunFolder:
@@ -207,7 +183,8 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
         _clear_up(runs_dir)
         partial.logs.mkdir(parents=True)
         write_config(partial, loaded.config)
-        Start.of(loaded).write(partial)
+        with Journal(partial.journal) as journal:
+            journal.append(launched(loaded))
         sync_below(partial.path)
         path = next((path for each in names if _appears(partial.path, path := runs_dir / each)), None)
         sync(runs_dir)

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 from rallypoint.config import read
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.journal import fold, read_journal
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, read_metrics
 from rallypoint.run.reports import REWARD, VALIDATION
@@ -73,7 +72,7 @@ def overview(path: Path) -> Overview:
     try:
         values = read(str(path)).values
         records = read_metrics(run.metrics) if run.metrics.is_file() else []
-        ended = fold(entry.event for entry in read_journal(run.journal)).ended
+        ended = run.state().ended
     except (ConfigError, RunFolderError, OSError) as error:
         why = str(error)
         return Overview(path=path, recipe="?", state="damaged", why=why, changed=newest.stat().st_mtime)

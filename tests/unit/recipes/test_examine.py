@@ -10,7 +10,7 @@ from rallypoint.data import EncodedRows
 from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
 from rallypoint.recipes.material import Material, examine, examine_dry
 from rallypoint.recipes.preflight import load_checked
-from rallypoint.run.folder import Start
+from rallypoint.run.folder import launched
 
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
 
@@ -219,8 +219,8 @@ def test_a_resumed_run_shows_the_time_of_its_start(tmp_path, own):
     found = examine(loaded.config)
     assert found.clock is not None
     begun = found.dated(loaded)
-    assert f'data.template.strftime_now="{found.clock}"' in Start.of(begun).overrides
-    again = load_checked("grpo", Start.of(begun).overrides)
+    assert f'data.template.strftime_now="{found.clock}"' in launched(begun).overrides
+    again = load_checked("grpo", launched(begun).overrides)
     assert again.config.data.template == begun.config.data.template == {"strftime_now": found.clock}
     assert examine(again.config).train.token_ids == found.train.token_ids
     assert examine(again.config).clock is None

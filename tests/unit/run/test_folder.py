@@ -12,9 +12,9 @@ from recorded_syncs import recorded_syncs
 from rallypoint.config import LoadedConfig, load_config
 from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.run.folder import (
-    Start,
     anchored,
     create_run,
+    launched,
     newest_run,
     open_run,
     write_config,
@@ -167,7 +167,7 @@ def test_a_kill_at_any_file_operation_leaves_a_folder_with_its_config_or_none(tm
         path = where / "runs" / "mine"
         if path.exists():
             assert load_config(str(path)).config.recipe == "ppo"
-            assert (path / "start.json").is_file()
+            assert (path / "journal.jsonl").is_file()
         else:
             assert done.returncode == -9
             create_run(load_config("digits", [f"trainer.runs_dir={where}/runs", "trainer.name=mine"]))
@@ -194,14 +194,12 @@ def test_what_was_set_on_the_command_line_is_kept_with_paths_that_hold_and_the_l
     given = ["model.path=model", "data={train: train.jsonl}", "reward.path=S/r", "seed=1", "trainer.name=mine"]
     folder = create_run(load_config("grpo", given))
     monkeypatch.chdir("/")
-    start = Start.read(folder)
-    again = Start.of(load_config("grpo", [*start.overrides, "seed=2"]), start.overrides)
+    start = folder.state().launched
+    again = launched(load_config("grpo", [*start.overrides, "seed=2"]), start.overrides)
     config = load_config("grpo", again.overrides).config
     assert (config.model.path, config.data.train) == (f"{tmp_path}/model", (f"{tmp_path}/train.jsonl",))
     assert config.seed == 2
     assert sum(one.startswith("seed=") for one in again.overrides) == 1
-    folder.start.write_text("{")
-    assert Start.read(folder) == Start()
 
 
 def test_the_config_is_replaced_whole_and_says_what_it_is(loaded: LoadedConfig):
@@ -209,7 +207,7 @@ def test_the_config_is_replaced_whole_and_says_what_it_is(loaded: LoadedConfig):
     write_config(folder, loaded.config.model_copy(update={"seed": 7}))
     assert folder.config.read_text().startswith("# The resolved config")
     assert load_config(str(folder.path)).config.seed == 7
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "logs", "start.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "journal.jsonl", "logs"]
 
 
 def test_paths_in_a_config_hold_from_any_working_directory_and_hub_names_stay(tmp_path: Path, monkeypatch):
