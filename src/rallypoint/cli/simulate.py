@@ -13,8 +13,8 @@ from rallypoint.config.check_sampling_ahead import could_split
 from rallypoint.environments.pool import MAX_PROCESSES
 from rallypoint.errors import RunFolderError
 from rallypoint.recipes.preflight import load_checked, newest_of
-from rallypoint.run.timeline import TIMELINE, Timeline
-from rallypoint.sampling.measured import Measured, settled
+from rallypoint.run.folder import RunFolder
+from rallypoint.sampling.measured import Measured, read_times, settled
 from rallypoint.sampling.simulator import Outcome, Setting, measured_outcome, simulate, splits
 
 _LEAST_STEPS = 3
@@ -28,12 +28,12 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
     """Print a table of settings, for the times of a run, or of a recipe's newest one."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     folder = Path(recipe) if (Path(recipe) / "config.yaml").is_file() else newest_of(recipe, ())
-    config, timeline = load_checked(str(folder), ()).config, Timeline(folder / TIMELINE)
-    every = timeline.read() if timeline.path.exists() else []
+    config, journal = load_checked(str(folder), ()).config, RunFolder(folder).journal
+    every = read_times(journal)
     steps = settled(every)
     if len(steps) < _LEAST_STEPS:
         raise RunFolderError(
-            f"{timeline.path} has the times of {len(every)} steps; expected at least {_LEAST_STEPS}: train some first"
+            f"{journal} has the times of {len(every)} steps; expected at least {_LEAST_STEPS}: train some first"
         )
     left_out = f"; the first {num} are left out, as the run was starting" if (num := len(every) - len(steps)) else ""
     console.print(f"times of {len(every)} steps in {folder}{left_out}")

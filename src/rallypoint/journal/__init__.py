@@ -8,25 +8,32 @@ Must not know: roles, torch, Ray, or who reads it.
 
 from rallypoint.journal.diff import Change, Difference, changes, config_changes, first_difference
 from rallypoint.journal.events import (
+    BatchTaken,
     CheckpointSaved,
     Event,
+    GroupDropped,
+    GroupScored,
     InputsRead,
     Launched,
     RunBegan,
     RunEnded,
     Said,
     StepDone,
+    TurnSampled,
     Validated,
 )
 from rallypoint.journal.log import Entry, Journal, read_journal
 from rallypoint.journal.state import RunState, fold
 
 __all__ = [
+    "BatchTaken",
     "Change",
     "CheckpointSaved",
     "Difference",
     "Entry",
     "Event",
+    "GroupDropped",
+    "GroupScored",
     "InputsRead",
     "Journal",
     "Launched",
@@ -35,6 +42,7 @@ __all__ = [
     "RunState",
     "Said",
     "StepDone",
+    "TurnSampled",
     "Validated",
     "changes",
     "config_changes",

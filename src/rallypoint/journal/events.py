@@ -60,6 +60,48 @@ class Said:
     text: str
 
 
+TurnSampled: TypeAlias = tuple[int, int, Sequence[tuple[int, int]], str]
+"""A response: its sample, its turn, the version and length of each span of its tokens, and a digest of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupScored:
+    """A prompt whose rollouts are all sampled and scored; times are seconds of its start of the run."""
+
+    prompt: int
+    """Index of the prompt in the run."""
+    rank: int
+    """Rank of the rollout role that sampled it."""
+    admitted_s: float
+    sampled_s: float
+    scored_s: float
+    turns: Sequence[TurnSampled]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDropped:
+    """A prompt that no step is trained on."""
+
+    prompt: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTaken:
+    """The trainer got the batch of a step; times are seconds of its start of the run."""
+
+    step: int
+    prompts: Sequence[int]
+    """Indices in the run, in the order of the batch."""
+    asked_s: float
+    """When the trainer asked for it."""
+    taken_s: float
+    loaded_s: float
+    """When the weights of the previous step had been loaded."""
+    busy_s: Sequence[float]
+    """Seconds that each rank has sampled since the previous batch."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """A training step."""
@@ -97,7 +139,19 @@ class RunEnded:
     """The error, whole."""
 
 
-Event: TypeAlias = Launched | RunBegan | InputsRead | Said | StepDone | Validated | CheckpointSaved | RunEnded
+Event: TypeAlias = (
+    Launched
+    | RunBegan
+    | InputsRead
+    | Said
+    | GroupScored
+    | GroupDropped
+    | BatchTaken
+    | StepDone
+    | Validated
+    | CheckpointSaved
+    | RunEnded
+)
 
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 

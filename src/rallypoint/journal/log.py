@@ -50,7 +50,7 @@ class Journal:
         """Open the file, which may exist, and remove a torn last line.
 
         Args:
-            path: of it.
+            path: of it; `/dev/null` keeps nothing.
             clock: tells seconds since the epoch.
 
         Raises:

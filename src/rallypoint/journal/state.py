@@ -26,7 +26,6 @@ from rallypoint.journal.events import (
     Launched,
     RunBegan,
     RunEnded,
-    Said,
     StepDone,
     Validated,
 )
@@ -88,6 +87,6 @@ def fold(events: Iterable[Event]) -> RunState:
                 checkpoints[step] = event
             case RunEnded():
                 ended = event
-            case Said():
+            case _:
                 pass
     return RunState(launched, began, inputs, num_starts, starts, steps, validations, checkpoints, ended)

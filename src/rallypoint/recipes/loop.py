@@ -154,7 +154,7 @@ async def _train(
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            setup = Setup(placement, material, grader, say)
+            setup = Setup(placement, material, grader, say, say.journal)
             recipe = await page_of(config).create(setup)
             record = await recording
             say.journal.append(InputsRead(files=record.inputs))

@@ -33,6 +33,7 @@ from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, Stream
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.grader import Grader
+from rallypoint.journal import Journal
 from rallypoint.plan.run_plan import describe_way, weights_way
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import episode_of, own_function
@@ -45,7 +46,6 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
-from rallypoint.run.timeline import TIMELINE, Timeline
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
@@ -79,6 +79,7 @@ class Setup:
     grader: Grader
     say: Callable[[str], None]
     """Called with a line for the user."""
+    journal: Journal
 
     @property
     def config(self) -> RunConfig:
@@ -118,7 +119,7 @@ class Setup:
             advantage=advantage_of(self.config),
             say=self.say,
             episode=episode,
-            write_times=Timeline(self.placement.folder.path / TIMELINE).write,
+            journal=self.journal,
         )
 
     def examples(self) -> ExampleSource:

@@ -19,6 +19,7 @@ from rallypoint.sampling.group import GroupUnderWay
 from rallypoint.sampling.groups import Groups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.over_sampling import OverSampledGroups
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.sampling.under_way import UnderWay
 from rallypoint.types import Metrics, Sum
 
@@ -35,16 +36,25 @@ class Choice:
     groups: Groups
     """Order and bound; `begin` makes them."""
 
-    def __init__(self, config: RunConfig, mailbox: Mailbox, under_way: UnderWay, admit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mailbox: Mailbox,
+        under_way: UnderWay,
+        times: Timekeeper,
+        admit: Callable[[], None],
+    ) -> None:
         """Begin without groups.
 
         Args:
             config: of the run.
             mailbox: in front of the role that samples.
             under_way: what is sampled and scored.
+            times: records what became of each group.
             admit: begins with prompts while there are free slots.
         """
         self._config, self._mailbox, self._under_way, self._admit = config, mailbox, under_way, admit
+        self._times = times
         self._dropped: dict[int, GroupUnderWay] = {}
         """Groups that were dropped, and that no step has counted yet."""
 
@@ -72,6 +82,7 @@ class Choice:
 
     def complete(self, index: int) -> None:
         """Take note that a group is scored. Over-sampled ones count once they are sampled, see `_see_who_ended`."""
+        self._times.scored(self._under_way.groups[index])
         if self.drops_ahead and not self._under_way.has_signal(index):
             self._drop([index])
             try:
@@ -86,6 +97,7 @@ class Choice:
         """Give up groups without signal; the next prompts get their slots."""
         for index in indices:
             self.groups.drop(index)
+            self._times.dropped(index, "no signal")
             self._dropped[index] = self._under_way.groups.pop(index)
 
     async def choose(self) -> tuple[list[GroupUnderWay], list[GroupUnderWay], Metrics]:
@@ -111,6 +123,8 @@ class Choice:
             if isinstance(self.groups, OverSampledGroups):
                 aborted = self.groups.abort([group.index for group in groups])
                 await self._under_way.abort(aborted)
+                for index in aborted:
+                    self._times.dropped(index, "others had ended")
                 counts["rollout/num_aborted"] = Sum(len(aborted))
         return groups, replaced, Metrics(counts)
 

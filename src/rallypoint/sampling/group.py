@@ -13,10 +13,12 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
@@ -26,6 +28,7 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
 from rallypoint.generation import SamplingParams
+from rallypoint.journal import TurnSampled
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import RolloutBatch, Trajectory, assemble
@@ -84,8 +87,8 @@ class Times:
     admitted: float
     sampled: float | None = None
     scored: float | None = None
-    lengths: tuple[int, ...] = ()
-    """Tokens of each rollout, when it is sampled."""
+    turns: tuple[TurnSampled, ...] = ()
+    """Its responses, when it is sampled."""
 
 
 class Cohort:
@@ -216,7 +219,7 @@ class Sampler:
             by_token=self._config.rollout.max_staleness > 0,
         )
         times.sampled = self._clock()
-        times.lengths = tuple(sum(len(turn.response) for turn in one.turns) for one in kept.values())
+        times.turns = tuple(_turns_of(kept))
         scoring.add(place, rows, [prompt.example] * len(rows))
         return Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
 
@@ -235,6 +238,14 @@ class Sampler:
             return await client.have(self._episode, prompt)
         except GenerationError as error:
             return error
+
+
+def _turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
+    """Yield the responses of rollouts, by their samples."""
+    for sample, rollout in rollouts.items():
+        for number, turn in enumerate(rollout.turns):
+            digest = xxhash.xxh3_64_hexdigest(array("q", turn.response).tobytes())
+            yield sample, number, turn.spans or ((turn.version, len(turn.response)),), digest
 
 
 def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:

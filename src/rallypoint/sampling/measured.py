@@ -1,23 +1,101 @@
 """What a run has measured of its ranks, groups and steps, so that others can be simulated.
 
-Owns: what is read off `timeline.jsonl`: the speed of a rank, the work of a group, the seconds of a trainer. Must not
-know: files, other settings. Groups of a step that were admitted later than the others replaced some without signal.
+Owns: what is read off the journal: the times of groups and steps, the speed of a rank, the work of a group, the seconds
+of a trainer. Must not know: other settings. Groups of a step that were admitted later than the others replaced some
+without signal.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
+from rallypoint.journal import BatchTaken, GroupScored, RunBegan, read_journal
 from rallypoint.roles.rank_engine import SLICE_S
-from rallypoint.run.timeline import GroupTimes, StepTimes
 
 _NUM_FITS, _NO_ROWS = 5, 1e-6
 _MOST_WARMUP_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTimes:
+    """Times of a group from its admission to its scores, in seconds since the latest start of the run."""
+
+    index: int
+    """Index of its prompt in the run."""
+    rank: int
+    """Rank of the rollout role that sampled it."""
+    admitted_s: float
+    sampled_s: float
+    scored_s: float
+    num_rows: int
+    """Its rollouts."""
+    num_tokens: int
+    """Tokens sampled, of all of them."""
+    num_steps: int
+    """Tokens of the longest."""
+
+    @classmethod
+    def of(cls, group: GroupScored) -> Self:
+        """Return those of a group."""
+        lengths: dict[int, int] = collections.Counter()
+        for sample, _, spans, _ in group.turns:
+            lengths[sample] += sum(length for _, length in spans)
+        return cls(
+            index=group.prompt,
+            rank=group.rank,
+            admitted_s=group.admitted_s,
+            sampled_s=group.sampled_s,
+            scored_s=group.scored_s,
+            num_rows=len(lengths),
+            num_tokens=sum(lengths.values()),
+            num_steps=max(lengths.values(), default=0),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Times of a step's batch, in seconds since the latest start of the run; see `BatchTaken`."""
+
+    step: int
+    asked_s: float
+    taken_s: float
+    loaded_s: float
+    busy_s: tuple[float, ...]
+    groups: tuple[GroupTimes, ...]
+
+
+def read_times(journal: Path) -> list[StepTimes]:
+    """Return the times of the steps that count, from the file of a run's journal.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    steps, groups = dict[int, StepTimes](), dict[int, GroupTimes]()
+    for entry in read_journal(journal):
+        match entry.event:
+            case RunBegan(first=first):
+                steps = {step: times for step, times in steps.items() if step <= first}
+            case GroupScored() as group:
+                groups[group.prompt] = GroupTimes.of(group)
+            case BatchTaken() as taken:
+                steps[taken.step] = StepTimes(
+                    step=taken.step,
+                    asked_s=taken.asked_s,
+                    taken_s=taken.taken_s,
+                    loaded_s=taken.loaded_s,
+                    busy_s=tuple(taken.busy_s),
+                    groups=tuple(groups.pop(prompt) for prompt in taken.prompts),
+                )
+            case _:
+                pass
+    return list(steps.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

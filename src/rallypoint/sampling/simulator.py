@@ -21,9 +21,8 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 
-from rallypoint.run.timeline import StepTimes
 from rallypoint.sampling.groups import Groups
-from rallypoint.sampling.measured import Measured, Servers, Work, starts_of
+from rallypoint.sampling.measured import Measured, Servers, StepTimes, Work, starts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

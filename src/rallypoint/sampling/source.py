@@ -29,11 +29,11 @@ from rallypoint.environments.failures import describe_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, GenerationError, RewardError
+from rallypoint.journal import Journal
 from rallypoint.observability import span
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
-from rallypoint.run.timeline import StepTimes
 from rallypoint.sampling.choosing import Choice
 from rallypoint.sampling.group import GRACE_S, GroupUnderWay, Sampler, sampling_params
 from rallypoint.sampling.groups import PromptsDone
@@ -67,7 +67,7 @@ class RolloutSource:
         reward_models: RewardModels,
         advantage: Advantage,
         say: Callable[[str], None],
-        write_times: Callable[[StepTimes], None] = lambda _: None,
+        journal: Journal,
         episode: Episode = single_turn,
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
@@ -80,7 +80,7 @@ class RolloutSource:
         """Rollouts of the newest validation."""
         self._config, self._train, self._validation = config, train, validation
         self._say, self._reward_models = say, reward_models
-        self._times = Timekeeper(clock, write_times)
+        self._times = Timekeeper(clock, journal)
         self._under_way = UnderWay(
             mailbox,
             grader,
@@ -90,7 +90,7 @@ class RolloutSource:
             grace_s=grace_s,
             advantage=advantage,
         )
-        self._choice = Choice(config, mailbox, self._under_way, self._admit)
+        self._choice = Choice(config, mailbox, self._under_way, self._times, self._admit)
         self._sampler = Sampler(
             config,
             mailbox,

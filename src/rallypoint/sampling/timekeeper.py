@@ -1,7 +1,7 @@
 """How long sampler and trainer wait for each other, and for whom.
 
-Owns: the times of a run's batches, the shares of time in which nobody worked, and the words for a group that is much
-slower than others. Must not know: what a batch is made of. The clock is passed in.
+Owns: the times of a run's groups and batches in its journal, the shares of time in which nobody worked, and the
+words for a group that is much slower than others. Must not know: what a batch is made of. The clock is passed in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import collections
 import statistics
 from collections.abc import Callable, Sequence
 
-from rallypoint.run.timeline import GroupTimes, StepTimes
+from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal
 from rallypoint.sampling.group import GroupUnderWay
 from rallypoint.types import Mean, Metrics
 
@@ -21,16 +21,16 @@ _STEPS_BEFORE = 8
 
 
 class Timekeeper:
-    """Takes note of when batches were asked for and taken, and weights loaded."""
+    """Takes note of when groups were scored, batches asked for and taken, and weights loaded."""
 
-    def __init__(self, clock: Callable[[], float], write: Callable[[StepTimes], None]) -> None:
+    def __init__(self, clock: Callable[[], float], journal: Journal) -> None:
         """Begin at the start of a run.
 
         Args:
             clock: seconds.
-            write: given the times of each step.
+            journal: of the run.
         """
-        self._clock, self._write = clock, write
+        self._clock, self._journal = clock, journal
         self._began = self._loaded = self._asked = clock()
         self._taken: float | None = None
         self._took_before: collections.deque[list[float]] = collections.deque(maxlen=_STEPS_BEFORE)
@@ -43,6 +43,27 @@ class Timekeeper:
         """Take note that the trainer waits for a batch."""
         self._asked = self._clock()
 
+    def scored(self, group: GroupUnderWay) -> None:
+        """Take note that a group is scored."""
+        times = group.times
+        scored = GroupScored(
+            prompt=group.index,
+            rank=group.rank,
+            admitted_s=self._since(times.admitted),
+            sampled_s=self._since(times.sampled),
+            scored_s=self._since(times.scored),
+            turns=times.turns,
+        )
+        self._journal.append(scored)
+
+    def dropped(self, prompt: int, why: str) -> None:
+        """Take note that no step will have a group."""
+        self._journal.append(GroupDropped(prompt=prompt, why=why))
+
+    def _since(self, time: float | None) -> float:
+        """Return the seconds from the start of the run to a time."""
+        return 0.0 if time is None else round(time - self._began, 4)
+
     def taken(self, step: int, groups: Sequence[GroupUnderWay], busy_s: Sequence[float]) -> Metrics:
         """Take note that it has the batch of a step; return the shares of time since the one before.
 
@@ -52,28 +73,16 @@ class Timekeeper:
             busy_s: seconds that each rank has sampled since the batch before.
         """
         before = self._loaded if self._taken is None else self._taken
-        self._taken, began = self._clock(), self._began
-        times = StepTimes(
+        self._taken = self._clock()
+        taken = BatchTaken(
             step=step,
-            asked_s=self._asked - began,
-            taken_s=self._taken - began,
-            loaded_s=self._loaded - began,
-            busy_s=tuple(busy_s),
-            groups=tuple(
-                GroupTimes(
-                    index=group.index,
-                    rank=group.rank,
-                    admitted_s=group.times.admitted - began,
-                    sampled_s=(group.times.sampled or group.times.admitted) - began,
-                    scored_s=(group.times.scored or group.times.admitted) - began,
-                    num_rows=len(group.times.lengths),
-                    num_tokens=sum(group.times.lengths),
-                    num_steps=max(group.times.lengths, default=0),
-                )
-                for group in groups
-            ),
+            prompts=[group.index for group in groups],
+            asked_s=self._since(self._asked),
+            taken_s=self._since(self._taken),
+            loaded_s=self._since(self._loaded),
+            busy_s=[round(seconds, 4) for seconds in busy_s],
         )
-        self._write(times)
+        self._journal.append(taken)
         self._took_before.append(_seconds(groups))
         interval = max(1e-9, self._taken - before)
         return Metrics(

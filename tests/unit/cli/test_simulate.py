@@ -4,8 +4,8 @@ import pytest
 
 from rallypoint.cli.simulate import print_simulation
 from rallypoint.config import load_config
+from rallypoint.journal import BatchTaken, GroupScored, Journal
 from rallypoint.run.folder import create_run
-from rallypoint.run.timeline import TIMELINE, GroupTimes, StepTimes, Timeline
 
 NUM_PROMPTS = 4
 
@@ -15,14 +15,14 @@ def times(num_steps, num_ranks, *, hidden_s=0.0, slow=0):
     begins, steps = 1.0, []
     for number in range(num_steps):
         takes = 2.0 + (50.0 if number < slow else 0.0)
-        groups = tuple(
-            GroupTimes(index=NUM_PROMPTS * number + place, rank=place % num_ranks, admitted_s=begins,
-                       sampled_s=begins + takes, scored_s=begins + takes, num_rows=1, num_tokens=10, num_steps=10)
+        groups = [
+            GroupScored(prompt=NUM_PROMPTS * number + place, rank=place % num_ranks, admitted_s=begins,
+                        sampled_s=begins + takes, scored_s=begins + takes, turns=[(0, 0, [(number, 10)], "")])
             for place in range(NUM_PROMPTS)
-        )  # fmt: skip
+        ]  # fmt: skip
         taken = begins + takes
-        steps.append(StepTimes(step=number + 1, asked_s=begins, taken_s=taken, loaded_s=begins,
-                               busy_s=(takes,) * num_ranks, groups=groups))  # fmt: skip
+        steps += [*groups, BatchTaken(step=number + 1, prompts=[group.prompt for group in groups], asked_s=begins,
+                                      taken_s=taken, loaded_s=begins, busy_s=[takes] * num_ranks)]  # fmt: skip
         begins = taken + 2.0 + hidden_s
     return steps
 
@@ -35,8 +35,8 @@ def table(tmp_path, capsys):
         loaded = load_config("digits", [f"trainer.runs_dir={tmp_path}", f"rollout.num_prompts={NUM_PROMPTS}",
                                         *overrides])  # fmt: skip
         run = create_run(loaded)
-        for step in steps:
-            Timeline(run.path / TIMELINE).write(step)
+        with Journal(run.journal) as journal:
+            journal.append(*steps)
         print_simulation(str(run.path), staleness, windows, num_steps)
         return capsys.readouterr().out.splitlines()
 

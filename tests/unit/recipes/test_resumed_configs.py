@@ -126,7 +126,7 @@ def test_a_signature_is_for_the_very_code_that_was_named(here: Path, change):
         shutil.copytree(here / "model", here / "evil")
         run.config.write_text(text.replace(f"{here}/model", f"{here}/evil"))
     else:
-        run.start.unlink()
+        run.journal.unlink()
     with pytest.raises(ConfigError, match="you did not start that run on this machine"):
         wanted(run.path)
 

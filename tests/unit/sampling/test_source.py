@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 import gc
+import os
 import random
 import statistics
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -20,6 +22,7 @@ from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
+from rallypoint.journal import Journal
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.roles.reward import RewardModels
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
@@ -99,7 +102,12 @@ def make_source(mailbox, *, grader=None, max_failed=CONFIG.reward.max_failed, sa
         stop_tokens=(0,),
         grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
         reward_models=RewardModels(CONFIG, None),
-        **{"say": lambda line: None, "advantage": ADVANTAGES["rloo"](whiten=False), **options},
+        **{
+            "say": lambda line: None,
+            "journal": Journal(Path(os.devnull)),
+            "advantage": ADVANTAGES["rloo"](whiten=False),
+            **options,
+        },
     )
 
 

@@ -1,10 +1,13 @@
 """Who is named when a step waits for a few of its groups."""
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+from rallypoint.journal import Journal
 from rallypoint.sampling.group import GroupUnderWay, Times
 from rallypoint.sampling.timekeeper import Timekeeper
 
@@ -30,7 +33,7 @@ def groups_of(num_prompts, *, took_s, admitted_s=0.0):
 
 
 def keeper_at(now):
-    return Timekeeper(lambda: now[0], lambda times: None)
+    return Timekeeper(lambda: now[0], Journal(Path(os.devnull)))
 
 
 @pytest.mark.parametrize("num_prompts", range(1, 10))
