@@ -9,6 +9,15 @@ import pytest
 from rallypoint.cli.simulate import print_simulation
 from rallypoint.display import Silent
 from rallypoint.errors import ConfigError, ScheduleError
+from rallypoint.journal import (
+    BatchTaken,
+    Journal,
+    Resumed,
+    RunBegan,
+    SliceSent,
+    WeightsLoaded,
+    read_journal,
+)
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.roles import rollout as role
@@ -41,20 +50,22 @@ def slow(monkeypatch):
 
 
 def events(run):
-    return [json.loads(line) for line in (run.path / "schedule.jsonl").read_text().splitlines()]
+    """Return what was sent, and taken."""
+    kinds = SliceSent | WeightsLoaded | Resumed | BatchTaken
+    return [entry.event for entry in read_journal(run.journal) if isinstance(entry.event, kinds)]
 
 
 def told(run):
     """Return what each rank was told, in order, and what was trained on; how ranks took turns says nothing."""
     found = events(run)
-    ranks = {event["rank"] for event in found if "rank" in event}
-    calls = [event for event in found if "take" not in event]
-    each = {rank: [event for event in calls if event.get("rank", rank) == rank] for rank in ranks}
-    return each, [event for event in found if "take" in event]
+    ranks = {event.rank for event in found if isinstance(event, SliceSent)}
+    calls = [event for event in found if not isinstance(event, BatchTaken)]
+    each = {rank: [one for one in calls if not isinstance(one, SliceSent) or one.rank == rank] for rank in ranks}
+    return each, [event.prompts for event in found if isinstance(event, BatchTaken)]
 
 
 def part(requests, num_steps):
-    return {"rank": 0, "slice": [requests, num_steps]}
+    return SliceSent(rank=0, new=requests, num_steps=num_steps)
 
 
 def halfway(file, orders):
@@ -66,11 +77,20 @@ def halfway(file, orders):
     """
     begin = [[[0, prompt, 0, 4] for prompt in prompts] for prompts in orders]
     validation = [[2**32, prompt, 0, 1] for prompt in range(16)]
-    lines = [{"num_ranks": 1, "config": {}}, {"load": 0}, part(begin[0], 12), part(validation, 12)]
+    window = 9 if orders[0][0] else 1
+    lines = [
+        RunBegan(first=0, config={"rollout.window": window}, software={}, machine=""),
+        WeightsLoaded(version=0, num_ranks=1),
+        part(begin[0], 12),
+        part(validation, 12),
+    ]
     for step, requests in enumerate(begin[1:], start=1):
-        lines += [{"take": list(orders[step - 1])}, part(requests, 6), {"load": 2 * step}, part([], 6)]
-    taken = [line for line in lines if "take" not in line or orders[0][0]]  # only a window makes steps choose
-    file.write_text("".join(json.dumps(line) + "\n" for line in taken))
+        prompts = list(orders[step - 1])
+        lines += [BatchTaken(step=step, prompts=prompts, asked_s=0, taken_s=0, loaded_s=0, busy_s=[])]
+        lines += [part(requests, 6), WeightsLoaded(version=2 * step, num_ranks=1), part([], 6)]
+    file.unlink(missing_ok=True)
+    with Journal(file) as journal:
+        journal.append(*lines)
     return [*AHEAD, f"rollout.schedule={file}"]
 
 
@@ -80,7 +100,7 @@ STRAGGLER = [range(1, 9), [0, *range(9, 16)], range(16, 24), range(24, 32)]
 
 
 def test_responses_go_on_with_keys_and_values_of_new_weights_that_arrive_in_their_middle(runs, tmp_path):
-    run = runs.run("halfway", *halfway(tmp_path / "schedule.jsonl", IN_ORDER), "rollout.on_load=recompute")
+    run = runs.run("halfway", *halfway(tmp_path / "journal.jsonl", IN_ORDER), "rollout.on_load=recompute")
     first, *steps = [record for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
     assert (first["rollout/staleness_max"], first["rollout/logprob_gap_max"] < 1e-4) == (0, True)
     assert len(steps) == 3
@@ -93,7 +113,7 @@ def test_responses_go_on_with_keys_and_values_of_new_weights_that_arrive_in_thei
 def test_responses_go_on_with_the_old_keys_and_values_and_a_step_overtakes_a_straggler_inline_and_on_ray(
     runs, weights_of, tmp_path
 ):
-    options = [*halfway(tmp_path / "schedule.jsonl", STRAGGLER), "rollout.on_load=keep", "rollout.window=9"]
+    options = [*halfway(tmp_path / "journal.jsonl", STRAGGLER), "rollout.on_load=keep", "rollout.window=9"]
     made = {name: runs.run(name, *options, f"cluster.runtime={name}") for name in ("inline", "ray")}
     for run in made.values():
         first, *steps = [record for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
@@ -103,8 +123,7 @@ def test_responses_go_on_with_the_old_keys_and_values_and_a_step_overtakes_a_str
             assert (record["rollout/staleness_mean"], record["rollout/staleness_max"]) == (0.5, 1)
             assert "rollout/logprob_gap_max" not in record  # newer tokens come from older keys and values, too
             assert record["rollout/drift/1"] > 1e-3
-        takes = [event["take"] for event in events(run) if "take" in event]
-        assert takes == [list(prompts) for prompts in STRAGGLER]
+        assert told(run)[1] == [list(prompts) for prompts in STRAGGLER]
     assert weights_of(made["ray"]) == weights_of(made["inline"])
 
 
@@ -123,7 +142,7 @@ def test_a_run_with_the_recorded_schedule_has_the_same_weights(runs, weights_of,
     assert all(age <= most for age, most in zip(oldest, (0, 1, 2, 2), strict=True))
     assert max(oldest) >= 1
     assert all(0 <= record[f"{role}/idle"] <= 1 for record in steps for role in ("rollout", "actor"))
-    again = (f"rollout.schedule={recorded.path}/schedule.jsonl", f"cluster.runtime={runtime}")
+    again = (f"rollout.schedule={recorded.path}/journal.jsonl", f"cluster.runtime={runtime}")
     repeated = runs.run("repeated", *AHEAD, *more, *again)
     assert weights_of(repeated) == weights_of(recorded)
     assert told(repeated) == told(recorded)
@@ -138,11 +157,11 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
 ):
     killed = runs.run("killed", *AHEAD)
     resume_from(killed, 2)
-    assert [event["resumed"] for event in events(killed) if "resumed" in event] == [2]
+    assert [event.step for event in events(killed) if isinstance(event, Resumed)] == [2]
     shutil.rmtree(killed.checkpoints / "step_000004.aside")  # of the start that was "killed" after step 2
     state = json.loads((max(killed.checkpoints.iterdir()) / "training" / "state.json").read_text())
     assert state["done"] == {"num_taken": 32, "oldest": 32, "ahead": []}
-    repeated = runs.run("repeated", *AHEAD, f"rollout.schedule={killed.path}/schedule.jsonl")
+    repeated = runs.run("repeated", *AHEAD, f"rollout.schedule={killed.path}/journal.jsonl")
     assert weights_of(repeated) == weights_of(killed)
     with pytest.raises(ScheduleError, match=r"cannot continue after step 2: .* start over with"):
         resume_from(repeated, 2)
@@ -150,11 +169,11 @@ def test_a_run_that_was_killed_samples_what_was_under_way_again_and_its_schedule
 
 def test_a_schedule_of_another_config_is_refused_before_anything_is_started(runs, slow):
     recorded = runs.run("recorded", *AHEAD, "trainer.num_steps=1")
-    file = recorded.path / "schedule.jsonl"
+    file = recorded.journal
     other = ("cluster.pools={main: [1], sampling: [2]}", f"rollout.schedule={file}", "actor.optimizer.lr=1e-3")
     with pytest.raises(ConfigError, match=r"of a run with .*optimizer.lr=0.003 .here 0.001.*num_steps=1 .here 4"):
         runs.run("config", *AHEAD, *other)
-    file.write_text("nonsense")
+    file.write_text("nonsense\n")
     with pytest.raises(ConfigError, match="cannot be read"):
         runs.run("damaged", *AHEAD, other[1])
     assert not (runs.folder / "config").exists()

@@ -15,14 +15,18 @@ from rallypoint.journal.events import (
     GroupScored,
     InputsRead,
     Launched,
+    Level,
+    Resumed,
     RunBegan,
     RunEnded,
     Said,
+    SliceSent,
     StepDone,
     TurnSampled,
     Validated,
+    WeightsLoaded,
 )
-from rallypoint.journal.log import Entry, Journal, read_journal
+from rallypoint.journal.log import Entry, Journal, Reader, read_journal
 from rallypoint.journal.state import RunState, fold
 
 __all__ = [
@@ -37,13 +41,18 @@ __all__ = [
     "InputsRead",
     "Journal",
     "Launched",
+    "Level",
+    "Reader",
+    "Resumed",
     "RunBegan",
     "RunEnded",
     "RunState",
     "Said",
+    "SliceSent",
     "StepDone",
     "TurnSampled",
     "Validated",
+    "WeightsLoaded",
     "changes",
     "config_changes",
     "first_difference",

@@ -17,6 +17,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+Level: TypeAlias = Literal["note", "log"]
+"""What a message is for: to be shown at once, or only to be kept."""
 Ending: TypeAlias = Literal["finished", "stopped", "failed"]
 """How a start of a run ended: all steps are done; it was asked to stop, and is saved; or by an error."""
 
@@ -58,6 +60,37 @@ class Said:
     """A message for the user, whole."""
 
     text: str
+    level: Level = "note"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Which prompts are done where a start goes on, whose weights are loaded next."""
+
+    step: int
+    version: int
+    """Version of these weights."""
+    done: Mapping[str, Any]
+    """As the checkpoint has it; see `sampling/groups.py`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded:
+    """All ranks that sample have loaded weights."""
+
+    version: int
+    num_ranks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SliceSent:
+    """What a rank was asked for in a run that samples ahead, in the order in which it was asked."""
+
+    rank: int
+    new: Sequence[Sequence[int]]
+    """The requests that began, packed; see `sampling/replay.py`."""
+    num_steps: int
+    """Steps that its engine then took."""
 
 
 TurnSampled: TypeAlias = tuple[int, int, Sequence[tuple[int, int]], str]
@@ -144,6 +177,9 @@ Event: TypeAlias = (
     | RunBegan
     | InputsRead
     | Said
+    | Resumed
+    | WeightsLoaded
+    | SliceSent
     | GroupScored
     | GroupDropped
     | BatchTaken

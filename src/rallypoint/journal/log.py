@@ -5,6 +5,8 @@
 Owns: numbers, times and the hash of the line before, which shows that no line was lost, changed or put in between.
 Must not know: what an event means.
 
+Readers that subscribe get every event once it is written, in its order.
+
 Lines reach the operating system before `append` returns, so that a killed process loses none. At worst the last one is
 torn (no newline at its end): readers leave it out, and the next writer removes it. Nothing else is ever removed: a
 resume supersedes lines (`state.py`), and what a killed start did stays readable.
@@ -19,13 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 import xxhash
 
 from rallypoint.disk import naming
 from rallypoint.errors import RunFolderError
-from rallypoint.journal.events import Event, event_of, fields_of
+from rallypoint.journal.events import Event, Level, Said, event_of, fields_of
 
 _TAIL = 64 * 1024
 _FIRST = ""
@@ -37,10 +39,14 @@ class Entry:
     """An event with its place in the journal."""
 
     number: int
-    """Counted from 1."""
+    """Counted from 1; 0 for one that is not kept."""
     time_s: float
     """When it was written: seconds since the epoch, by the clock of that machine."""
     event: Event
+
+
+Reader: TypeAlias = Callable[[Entry], None]
+"""Takes every event, in the thread that appends it."""
 
 
 class Journal:
@@ -57,10 +63,29 @@ class Journal:
             RunFolderError: its last line is damaged, so that it cannot be continued.
             DiskError: it cannot be written.
         """
-        self.path, self._clock, self._lock = path, clock, threading.Lock()
+        self.path, self._clock = path, clock
+        self._lock = threading.RLock()  # a reader may have something to say
+        self._readers: list[Reader] = []
         with naming(path):
             self._file = path.open("a+b", buffering=0)
             self._number, self._before = self._last()
+
+    def subscribe(self, *readers: Reader) -> None:
+        """Give readers every event from now on."""
+        self._readers += readers
+
+    def say(self, text: str, *, level: Level = "note") -> None:
+        """Append a message for the user; of a journal that is closed, readers get it still."""
+        said = Said(text=text, level=level)
+        if self.is_closed:  # as of a tracker that hangs
+            self.tell(said)
+        else:
+            self.append(said)
+
+    def tell(self, event: Event) -> None:
+        """Give readers an event that is not kept."""
+        with self._lock:
+            self._deliver(Entry(0, self._clock(), event))
 
     def append(self, *events: Event) -> None:
         """Append events, a line each, in a single write.
@@ -69,10 +94,11 @@ class Journal:
             DiskError: the disk is full or not writable; what the write left of them is removed by the next writer.
         """
         with self._lock:
-            number, before, lines = self._number, self._before, list[bytes]()
+            number, before, lines, entries = self._number, self._before, list[bytes](), list[Entry]()
             for event in events:
                 number += 1
-                head = {"n": number, "time": round(self._clock(), 3), "before": before, "kind": type(event).__name__}
+                entries.append(Entry(number, round(self._clock(), 3), event))
+                head = {"n": number, "time": entries[-1].time_s, "before": before, "kind": type(event).__name__}
                 line = json.dumps(head | fields_of(event), ensure_ascii=False, allow_nan=False).encode(errors="replace")
                 before = _hash(line)
                 lines.append(line + b"\n")
@@ -80,6 +106,12 @@ class Journal:
             with naming(self.path, len(data)):
                 self._file.write(data)
             self._number, self._before = number, before
+            for entry in entries:
+                self._deliver(entry)
+
+    def _deliver(self, entry: Entry) -> None:
+        for reader in self._readers:
+            reader(entry)
 
     def sync(self) -> None:
         """Flush all lines to the disk, so that no power cut takes those before a checkpoint.

@@ -104,7 +104,7 @@ class Setup:
         if episode is not single_turn and not is_repeated:
             self.say(_NOT_EXACT)
         rollouts = await Rollouts.create(self.placement)
-        schedule = Schedule.of(self.config, self.placement.folder.path, rollouts.num_ranks, self.say)
+        schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
         return RolloutSource(
@@ -255,8 +255,7 @@ class RolloutRecipe(Recipe):
         """See `Recipe.go_on`."""
         super().go_on(step, state)
         if "done" in state:
-            done = state["done"]
-            self.source.done = PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
+            self.source.done = PromptsDone.read(state["done"])
         self.source.mailbox.schedule.go_on(step, state["version"], self.source.done)
 
     async def close(self) -> None:

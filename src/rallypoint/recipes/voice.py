@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rallypoint.config import RunConfig, values_of
 from rallypoint.display import Progress
 from rallypoint.errors import DiskError
-from rallypoint.journal import Journal, RunBegan, RunEnded, Said
+from rallypoint.journal import Entry, Journal, RunBegan, RunEnded, Said
 from rallypoint.journal.events import Ending
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import software
@@ -25,17 +25,22 @@ class Voice:
         """Take where to say and to record."""
         self._folder, self._progress, self.journal = folder, progress, journal
 
+        journal.subscribe(self._take)
+
     def __call__(self, message: str) -> None:
         """Say a message; of one with several lines the first."""
-        self.note(message)
-        first, _, more = message.partition("\n")
-        self._progress.note(f"{first} (more in logs/train.log)" if more else first)
+        self.journal.say(message)
 
     def note(self, message: str) -> None:
         """Record a message that is not shown."""
-        self._folder.log(message)
-        if not self.journal.is_closed:  # a tracker that hangs is told of after the end
-            self.journal.append(Said(text=message))
+        self.journal.say(message, level="log")
+
+    def _take(self, entry: Entry) -> None:
+        if isinstance(entry.event, Said):
+            self._folder.log(entry.event.text)
+            first, _, more = entry.event.text.partition("\n")
+            if entry.event.level == "note":
+                self._progress.note(f"{first} (more in logs/train.log)" if more else first)
 
     @contextlib.contextmanager
     def start(self, first: int, config: RunConfig) -> Iterator[None]:

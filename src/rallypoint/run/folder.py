@@ -4,7 +4,6 @@ runs/NAME/
     config.yaml      every key with its value
     journal.jsonl    how it was launched, and what happened, event by event
     metrics.jsonl    one line a step
-    schedule.jsonl   what was sampled when, in a run that samples ahead
     rollouts/        step_000020.parquet: the rollouts of a step; validation_000020.parquet: those of a validation
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
     logs/            train.log, and Ray's own logs below ray/

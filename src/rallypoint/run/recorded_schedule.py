@@ -1,29 +1,27 @@
-"""The file `schedule.jsonl` of a run that samples ahead, as it is read: whose it is, and whether a run can repeat it.
+"""What a run that samples ahead did, read from its journal: whose it is, and whether a run can repeat it.
 
-Owns: what the file says of its run. Must not know: how calls are written down or repeated (`sampling/replay.py`), or
-torch, as the file is read before anything is started.
+Owns: which events of a journal count. Must not know: how calls are repeated (`sampling/replay.py`), or torch, as it is
+read before anything is started.
 
-The first line has the number of ranks that sample, and every key of the config that decides what they are asked for.
-A run that was killed has the same again where it went on, with the prompts that were done:
-
-    {"num_ranks": 2, "config": {"seed": 0, "rollout.num_prompts": 8, ...}}
-    {"resumed": 20, "done": {"num_taken": 160, ...}, "num_ranks": 2, "config": {...}}
+Every start has its config (`RunBegan`) and the ranks that sample (`WeightsLoaded`). One that goes on from a checkpoint
+has the prompts that were done (`Resumed`), and what was sent after the weights of that checkpoint counts no more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rallypoint.config import RunConfig, shown, values_of
-from rallypoint.errors import ScheduleError
+from rallypoint.errors import RunFolderError, ScheduleError
+from rallypoint.journal import BatchTaken, Event, Resumed, RunBegan, SliceSent, WeightsLoaded, read_journal
 from rallypoint.run.folder import anchored
 from rallypoint.run.resume import is_free
 
-SCHEDULE = "schedule.jsonl"
+Sent: TypeAlias = SliceSent | WeightsLoaded | Resumed
 
 _SHARED = ("validation", "data.validation", "trainer.num_steps")
 """Keys that no weights depend on, but calls of the ranks do."""
@@ -45,18 +43,14 @@ class Origin:
     @classmethod
     def of(cls, config: RunConfig, num_ranks: int) -> Origin:
         """Return that of a run."""
-        values: dict[str, Any] = json.loads(json.dumps(dict(values_of(anchored(config)))))
-        return cls(num_ranks, {key: value for key, value in values.items() if _decides(key)})
+        return cls.read(RunBegan(first=0, config=dict(values_of(anchored(config))), software={}, machine=""), num_ranks)
 
     @classmethod
-    def read(cls, line: Mapping[str, Any]) -> Origin:
-        """Read it from a line of the file."""
-        return cls(int(line["num_ranks"]), dict(line["config"]), line.get("resumed"))
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """What the file has of it."""
-        return {"num_ranks": self.num_ranks, "config": self.config}
+    def read(cls, began: RunBegan, num_ranks: int) -> Origin:
+        """Return that of a start."""
+        values: dict[str, Any] = json.loads(json.dumps(dict(began.config)))
+        deciding = {key: value for key, value in values.items() if _decides(key)}
+        return cls(num_ranks, deciding, began.first or None)
 
     def differences(self, other: Origin, word: str) -> list[str]:
         """Return what another one has differently.
@@ -86,8 +80,8 @@ class RecordedSchedule:
 
     origins: tuple[Origin, ...]
     """What it was recorded with: at its start, and wherever its run was resumed."""
-    events: tuple[dict[str, Any], ...]
-    """Lines about ranks."""
+    events: tuple[Sent, ...]
+    """Events of ranks."""
     takes: tuple[tuple[int, ...], ...] = ()
     """Prompts of each step; empty if steps were taken in order."""
 
@@ -98,30 +92,25 @@ class RecordedSchedule:
 
     @classmethod
     def read(cls, path: Path) -> RecordedSchedule:
-        """Read a file.
+        """Read it from the journal of a run.
 
         Raises:
             ScheduleError: it is missing or damaged, or has no beginning.
         """
         named = f"rollout.schedule={str(path)!r}"
+        expected = "expected journal.jsonl of a run that had rollout.max_staleness from its start"
+        if not path.is_file():
+            raise ScheduleError(f"{named} cannot be read (no such file); {expected}")
         try:
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if "resumed" in lines[0]:
-                raise ScheduleError(
-                    f"{named} begins after step {lines[0]['resumed']}, where its run was resumed: nothing was recorded "
-                    "before, so it cannot be repeated; expected the schedule of a run that had rollout.max_staleness "
-                    "from its start"
-                )
-            takes = tuple(tuple(line["take"]) for line in lines if "take" in line)
-            events = tuple(line for line in lines[1:] if line.keys() & {"slice", "load", "resumed"})
-            return cls(tuple(Origin.read(line) for line in lines if "num_ranks" in line), events, takes)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            if isinstance(error, ScheduleError):
-                raise
-            why = "no such file" if isinstance(error, FileNotFoundError) else error
-            raise ScheduleError(
-                f"{named} cannot be read ({why}); expected {SCHEDULE} of a run with rollout.max_staleness"
-            ) from error
+            kept = _kept(entry.event for entry in read_journal(path))
+        except RunFolderError as error:
+            raise ScheduleError(f"{named} cannot be read ({error}); {expected}") from error
+        origins = tuple(_origins(kept))
+        if not origins or origins[0].after_step is not None:
+            raise ScheduleError(f"{named} does not begin with the start of a run, so it cannot be repeated; {expected}")
+        has_window = origins[0].config.get("rollout.window", 1) != 1
+        takes = tuple(tuple(event.prompts) for event in kept if isinstance(event, BatchTaken)) if has_window else ()
+        return cls(origins, tuple(event for event in kept if isinstance(event, Sent)), takes)
 
     def check(self, path: str, config: RunConfig, num_ranks: int | None = None) -> None:
         """Refuse to repeat it with another config.
@@ -142,6 +131,37 @@ class RecordedSchedule:
                     f"rollout.schedule={path!r} is of a run{when} with {listed(found)}; expected the same, as "
                     "what is sampled when follows from it"
                 )
+
+
+def _kept(events: Iterator[Event]) -> list[Event]:
+    """Return the events that count: without those after a checkpoint that a later start went on from."""
+    kept: list[Event] = []
+    began: RunBegan | None = None
+    for event in events:
+        match event:
+            case RunBegan(first=0):
+                kept = [event]
+            case RunBegan():
+                began = event
+            case Resumed(version=version) if began is not None:
+                loads = [at for at, one in enumerate(kept) if isinstance(one, WeightsLoaded) and one.version == version]
+                kept = [*(kept[: loads[-1] + 1] if loads else []), began, event]
+            case SliceSent() | WeightsLoaded() | BatchTaken():
+                kept.append(event)
+            case _:
+                pass
+    return kept
+
+
+def _origins(kept: Sequence[Event]) -> Iterator[Origin]:
+    """Yield what each start was recorded with, once it has loaded weights."""
+    began: RunBegan | None = None
+    for event in kept:
+        if isinstance(event, RunBegan):
+            began = event
+        elif isinstance(event, WeightsLoaded) and began is not None:
+            yield Origin.read(began, event.num_ranks)
+            began = None
 
 
 def listed(differences: Sequence[str]) -> str:

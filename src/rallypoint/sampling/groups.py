@@ -50,6 +50,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from rallypoint.errors import StalenessError
 
@@ -64,6 +65,11 @@ class PromptsDone:
     """Index of the oldest prompt that is not done."""
     ahead: tuple[int, ...] = ()
     """Those after it that are, in order."""
+
+    @classmethod
+    def read(cls, done: Mapping[str, Any]) -> Self:
+        """Return them from what JSON has of them."""
+        return cls(done["num_taken"], done["oldest"], tuple(done["ahead"]))
 
 
 class Groups:

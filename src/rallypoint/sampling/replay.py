@@ -1,15 +1,12 @@
 """Records and replays what a run that samples ahead did, in its order.
 
-Owns: the lines of `schedule.jsonl`; `run/recorded_schedule.py` reads it and says whose it is. Must not know: what is
-sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so a rank that gets the same requests
-between the same steps, and new weights there, samples the same tokens, to the bit. So a line says what was sent to a
-rank, or to all of them, in the order in which it was sent:
+Owns: the events `SliceSent`, `WeightsLoaded` and `Resumed`; `run/recorded_schedule.py` reads them and says whose they
+are. Must not know: what is sampled, or what for. Invariant: an engine's outputs follow from its calls alone, so a rank
+that gets the same requests between the same steps, and new weights there, samples the same tokens, to the bit. So an
+event says what was sent to a rank, or to all of them, in the order in which it was sent:
 
-    {"num_ranks": 2, "config": {...}}            the first line
-    {"load": 0}                                  all ranks: weights of version 0
-    {"rank": 1, "slice": [[[0, 0, 0, 4]], 31]}   rank 1: begin samples 0 to 3 of prompt 0, then take 31 steps
-    {"take": [0, 2]}                             a step was trained on these prompts; with a window only
-    {"resumed": 20, "done": {...}, ...}          the run was killed, and went on after step 20
+    WeightsLoaded(version=0, ...)                               all ranks: weights of version 0
+    SliceSent(rank=1, new=[[0, 0, 0, 4]], num_steps=31)         rank 1: begin samples 0 to 3 of prompt 0, take 31 steps
 
 The first number of a request is the distance of its seed from that of the run, which says its turn.
 """
@@ -20,18 +17,16 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import itertools
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from rallypoint.config import RunConfig
-from rallypoint.disk import naming
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
+from rallypoint.journal import Event, Journal, Resumed, SliceSent, WeightsLoaded
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
-from rallypoint.run.recorded_schedule import SCHEDULE, Origin, RecordedSchedule, listed
+from rallypoint.run.recorded_schedule import Origin, RecordedSchedule, listed
 from rallypoint.sampling.groups import PromptsDone
 
 Name: TypeAlias = tuple[int, int, int]
@@ -73,85 +68,65 @@ def unpack(packed: Sequence[Sequence[int]]) -> list[Name]:
 
 
 class Recorder:
-    """Writes the schedule of a run, in the order in which calls were sent."""
+    """Writes what the ranks were sent into the run's journal, in the order in which it was sent."""
 
-    def __init__(self, path: Path, origin: Origin, seed: int, say: Callable[[str], None] = lambda _: None) -> None:
-        """Begin a file, over that of a run that is begun anew.
+    def __init__(self, journal: Journal, origin: Origin, seed: int, *, is_ahead: bool = True) -> None:
+        """Begin without anything under way.
 
         Args:
-            path: of the file.
+            journal: of the run.
             origin: of the run.
             seed: of the run.
-            say: told when a run goes on in a way that cannot be repeated.
+            is_ahead: whether slices are written; what samples and trains in turns is repeated without them.
         """
-        self._path, self._origin, self._seed, self._say = path, origin, seed, say
-        self._entries: collections.deque[dict[str, Any]] = collections.deque([origin.line])
-        self._mode = "w"
+        self._journal, self._origin, self._seed, self._is_ahead = journal, origin, seed, is_ahead
+        self._sent: collections.deque[list[Event]] = collections.deque()
+        """Calls that have not been written, in their order; those that have not returned are empty."""
 
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
-        """Continue the file of a run that goes on after a step, where its weights of that version had been loaded.
+        """Go on after a step; what was sampled after weights of that version had been loaded is sampled again."""
+        self._journal.append(Resumed(step=step, version=version, done=dataclasses.asdict(done)))
+        if self._is_ahead and (why := self._why_not_again()):
+            self._journal.say(f"rollout.schedule cannot repeat this run, as it {why}")
 
-        What was sampled after that is sampled again.
-        """
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        loads = [number for number, line in enumerate(lines) if line == json.dumps({"load": version})]
-        kept = lines[: loads[-1] + 1] if loads else []
-        self._entries = collections.deque([{"resumed": step, "done": dataclasses.asdict(done), **self._origin.line}])
-        with naming(self._path):
-            self._path.write_text("".join(f"{line}\n" for line in kept))
-        self._mode = "a"
-        if why := self._why_not_again([json.loads(line) for line in kept]):
-            self._say(f"rollout.schedule cannot repeat this run, as it {why}")
-
-    def _why_not_again(self, lines: Sequence[dict[str, Any]]) -> str | None:
-        """Return why no one run can do what these lines say and then go on as this one; None if it can."""
-        if not lines or "resumed" in lines[0]:
-            return f"has no {SCHEDULE} from its start: it sampled nothing ahead there"
-        found = [
-            each for line in lines if "num_ranks" in line for each in self._origin.differences(Origin.read(line), "was")
-        ]
+    def _why_not_again(self) -> str | None:
+        """Return why no one run can do what this one has done and then go on as it does; None if it can."""
+        try:
+            before = RecordedSchedule.read(self._journal.path).origins
+        except ScheduleError:
+            return "has not sampled ahead from its start"
+        found = [each for origin in before for each in self._origin.differences(origin, "was")]
         return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
 
     async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
         """Send what a rank is asked and write down what became of it."""
-        entry: dict[str, Any] = {"rank": rank}
-        self._entries.append(entry)
-        with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._drop, entry)  # those who waited for it are given up
+        if not self._is_ahead:
+            return await send(asked)
+        async with self._writing() as written:
             done = await send(asked)
-            if_it_fails.pop_all()
-        if asked.new or done.num_steps:
-            entry["slice"] = [pack([name_of(request, self._seed) for _, request in asked.new]), done.num_steps]
-        else:
-            self._drop(entry)
-        self._flush()
+            if asked.new or done.num_steps:
+                new = pack([name_of(request, self._seed) for _, request in asked.new])
+                written.append(SliceSent(rank=rank, new=new, num_steps=done.num_steps))
         return done
-
-    def _drop(self, entry: dict[str, Any]) -> None:
-        """Take an unfinished entry out; others may look like it."""
-        self._entries = collections.deque(one for one in self._entries if one is not entry)
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Load weights and write it down."""
-        entry: dict[str, Any] = {}
-        self._entries.append(entry)
-        await load()
-        entry["load"] = version
-        self._flush()
+        async with self._writing() as written:
+            await load()
+            written.append(WeightsLoaded(version=version, num_ranks=self._origin.num_ranks))
 
-    def take(self, indices: Sequence[int]) -> None:
-        """Write down which prompts a step is trained on."""
-        self._entries.append({"take": list(indices)})
-        self._flush()
-
-    def _flush(self) -> None:
-        """Write the entries up to the first unfinished one."""
-        done: list[str] = []
-        while self._entries and self._entries[0].keys() - {"rank"}:
-            done.append(json.dumps(self._entries.popleft()) + "\n")
-        with naming(self._path), self._path.open(self._mode, encoding="utf-8") as file:
-            file.write("".join(done))
-        self._mode = "a"
+    @contextlib.asynccontextmanager
+    async def _writing(self) -> AsyncIterator[list[Event]]:
+        """Write what the block puts into the list, after all that was sent before."""
+        written: list[Event] = []
+        self._sent.append(written)
+        try:
+            yield written
+        finally:
+            if not written:  # it has failed, or there is nothing to write; others may look like it
+                self._sent = collections.deque(one for one in self._sent if one is not written)
+            while self._sent and self._sent[0]:
+                self._journal.append(*self._sent.popleft())
 
 
 class Replay:
@@ -162,22 +137,22 @@ class Replay:
         recorded: RecordedSchedule,
         seed: int,
         *,
+        journal: Journal,
         timeout_s: float,
         patience_s: float = PATIENCE_S,
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Begin at the first line.
 
         Args:
             recorded: what to repeat.
             seed: of this run.
+            journal: told what is waited for, and when the schedule is at its end.
             timeout_s: how long to wait for a request or for weights that the schedule has next.
             patience_s: seconds from one line about what is waited for to the next.
-            say: told what is waited for, and when the schedule is at its end.
         """
         self._events = collections.deque(recorded.events)
         self._takes = collections.deque(recorded.takes)
-        self._seed, self._timeout_s, self._patience_s, self._say = seed, timeout_s, patience_s, say
+        self._seed, self._timeout_s, self._patience_s, self._journal = seed, timeout_s, patience_s, journal
         self._arrived: list[dict[Name, tuple[int, Request]]] = [{} for _ in range(recorded.num_ranks)]
         self._cancelled: list[list[int]] = [[] for _ in range(recorded.num_ranks)]
         self._has_changed = asyncio.Event()
@@ -193,8 +168,7 @@ class Replay:
         names, num_steps = list(self._arrived[rank]), None
         if not self._is_free:
             event = self._next_of(rank)
-            packed, num_steps = event["slice"] if event is not None else ([], None)
-            names = unpack(packed)
+            names, num_steps = ([], None) if event is None else (unpack(event.new), event.num_steps)
             missing = [name for name in names if name not in self._arrived[rank]]
             if event is None or missing:
                 await self._change(f"prompt {missing[0][1]} sample {missing[0][2]}" if missing else self._awaited)
@@ -207,30 +181,35 @@ class Replay:
         self._has_changed.set()
         return done
 
-    def _next_of(self, rank: int) -> dict[str, Any] | None:
+    def _next_of(self, rank: int) -> SliceSent | None:
         """Return a rank's next slice; None if all ranks get new weights before, or it has none any more."""
-        slices = itertools.takewhile(lambda event: "slice" in event, self._events)
-        return next((event for event in slices if event["rank"] == rank), None)
+        for event in self._events:
+            if not isinstance(event, SliceSent):
+                return None
+            if event.rank == rank:
+                return event
+        return None
 
     @property
     def _awaited(self) -> str:
         """What a rank waits for that has no slice next."""
-        return "new weights" if "load" in self._events[0] else f"a slice of rank {self._events[0]['rank']}"
+        first = self._events[0]
+        return f"a slice of rank {first.rank}" if isinstance(first, SliceSent) else "new weights"
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Load weights when the schedule says so."""
-        while not self._is_free and "load" not in self._events[0]:
+        while not self._is_free and isinstance(self._events[0], SliceSent):
             await self._change("requests that end before")
-        if not self._is_free and self._events[0]["load"] != version:
+        if not self._is_free and (expected := self._events[0]).version != version:
             raise ScheduleError(
-                f"rollout.schedule has weights of version {self._events[0]['load']} next, but version {version} is "
+                f"rollout.schedule has weights of version {expected.version} next, but version {version} is "
                 "published: it is not the schedule of a run with this config"
             )
         await load()
         if not self._is_free:
             self._events.popleft()
             if not self._events:
-                self._say("rollout.schedule ends here; from now on rollouts are sampled as they come")
+                self._journal.say("rollout.schedule ends here; from now on rollouts are sampled as they come")
         self._has_changed.set()
 
     @property
@@ -245,23 +224,24 @@ class Replay:
 
     def resumes_after(self, step: int) -> bool:
         """Whether the run went on from a checkpoint of this step: what was under way is sampled again."""
-        return bool(self._events) and self._events[0].get("resumed") == step
+        return bool(self._events) and isinstance(first := self._events[0], Resumed) and first.step == step
 
     def resume(self) -> PromptsDone:
         """Go on there, and return the prompts that were done.
 
         The first that happened was that the weights of the checkpoint were loaded; here they are.
         """
-        done = self._events.popleft()["done"]
-        if self._events and "load" in self._events[0]:
+        resumed = self._events.popleft()
+        assert isinstance(resumed, Resumed), "see resumes_after"
+        if self._events and isinstance(self._events[0], WeightsLoaded):
             self._events.popleft()
         for each in (*self._arrived, *self._cancelled):
             each.clear()
-        return PromptsDone(done["num_taken"], done["oldest"], tuple(done["ahead"]))
+        return PromptsDone.read(resumed.done)
 
     @property
     def _is_free(self) -> bool:
-        return not self._events or "resumed" in self._events[0]
+        return not self._events or isinstance(self._events[0], Resumed)
 
     async def _change(self, awaited: str) -> None:
         """Wait until something has come or ended.
@@ -279,7 +259,7 @@ class Replay:
                 return
             waited_s += pause_s
             if waited_s < self._timeout_s:
-                self._say(
+                self._journal.say(
                     f"rollout.schedule has {awaited} next, which has not come for {waited_s:.0f} s; after "
                     f"{self._timeout_s:g} s the run ends"
                 )
@@ -297,26 +277,24 @@ class Schedule:
     replay: Replay | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, folder: Path, num_ranks: int, say: Callable[[str], None]) -> Schedule:
-        """Return that of a run; one that samples and trains in turns needs none.
+    def of(cls, config: RunConfig, journal: Journal, num_ranks: int) -> Schedule:
+        """Return that of a run.
 
         Args:
             config: of the run.
-            folder: of the run.
+            journal: of the run.
             num_ranks: that sample.
-            say: given a line for the user.
 
         Raises:
             ScheduleError: rollout.schedule cannot be read, or is of another run.
         """
-        if not config.rollout.max_staleness:
-            return cls()
-        recorder = Recorder(folder / SCHEDULE, Origin.of(config, num_ranks), config.seed, say)
-        if config.rollout.schedule is None:
+        is_ahead = config.rollout.max_staleness > 0
+        recorder = Recorder(journal, Origin.of(config, num_ranks), config.seed, is_ahead=is_ahead)
+        if config.rollout.schedule is None or not is_ahead:
             return cls(recorder)
         recorded = RecordedSchedule.read(Path(config.rollout.schedule))
         recorded.check(config.rollout.schedule, config, num_ranks)
-        return cls(recorder, Replay(recorded, config.seed, timeout_s=config.cluster.call_timeout_s, say=say))
+        return cls(recorder, Replay(recorded, config.seed, journal=journal, timeout_s=config.cluster.call_timeout_s))
 
     async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
         """Have a rank do what it is asked."""
@@ -338,12 +316,10 @@ class Schedule:
         """Return the prompts of the next step, if it is known."""
         return None if self.replay is None else self.replay.next_take
 
-    def taken(self, indices: Sequence[int]) -> None:
-        """Take note of the prompts of a step."""
+    def taken(self) -> None:
+        """Take note that a step is trained on the next prompts."""
         if self.replay is not None:
             self.replay.taken()
-        if self.recorder is not None:
-            self.recorder.take(indices)
 
     def wake(self) -> None:
         """Take note that a request has come."""

@@ -164,8 +164,7 @@ class RolloutSource:
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._choice.groups.take(taken)
-        if self._config.rollout.window > 1:
-            self.mailbox.schedule.taken(list(taken))
+        self.mailbox.schedule.taken()
         for index in taken:
             del self._under_way.groups[index]
         step = self._choice.groups.num_taken // self._config.rollout.num_prompts

@@ -7,6 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from base_config import BASE
 
+from rallypoint.journal import Journal, RunBegan, WeightsLoaded
+
 REWARDS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0
@@ -60,7 +62,6 @@ def files(here: Path) -> Path:
         "torn/config.json": "{",
         "torn/model.safetensors": "",
         "twice.yaml": "base: base\nseed: 1\nactor: {num_epochs: 1, num_epochs: 2}\nseed: 2\n",
-        "schedule.jsonl": '{"num_ranks": 1, "config": {"seed": 7}}\n',
         "broken.yaml": "recipe: ppo\nrollout: [1\n",
         "empty.yaml": "# nothing\n",
         "list.yaml": "- recipe\n",
@@ -81,6 +82,9 @@ def files(here: Path) -> Path:
     for name, text in texts.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(text)
+    with Journal(here / "schedule.jsonl") as journal:
+        began = RunBegan(first=0, config={"seed": 7}, software={}, machine="")
+        journal.append(began, WeightsLoaded(version=0, num_ranks=1))
     (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), here / "no_rows.parquet")
     return here

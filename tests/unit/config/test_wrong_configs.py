@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "staleness: a schedule that is not there": (
         f"{AHEAD} rollout.schedule=/nonexistent",
-        ("rollout.schedule='/nonexistent' cannot be read (no such file)", "expected schedule.jsonl of a run with"),
+        ("rollout.schedule='/nonexistent' cannot be read (no such file)", "expected journal.jsonl of a run that"),
     ),
     "staleness: a schedule of another seed": (
         f"{AHEAD} rollout.schedule=schedule.jsonl",

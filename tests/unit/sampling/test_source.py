@@ -22,7 +22,7 @@ from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
-from rallypoint.journal import Journal
+from rallypoint.journal import Journal, RunBegan
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.roles.reward import RewardModels
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
@@ -618,11 +618,12 @@ def differ_by_company(solution_str, **row):
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where_it_was_killed(tmp_path, window):
     replaced = []
-    file, sampling = tmp_path / "schedule.jsonl", {"max_staleness": 2, "dynamic_sampling": 9, "window": window}
+    file, sampling = tmp_path / "journal.jsonl", {"max_staleness": 2, "dynamic_sampling": 9, "window": window}
 
-    async def steps(schedule, seed, first, last, done=None):
+    async def steps(journal, schedule, seed, first, last, done=None):
         ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
-        source = make_source(Mailbox(ranks, schedule), grader=Inline(differ_by_company), sampling=sampling)
+        more = {"grader": Inline(differ_by_company), "sampling": sampling, "journal": journal}
+        source = make_source(Mailbox(ranks, schedule), **more)
         if done is not None:
             source.done = done
             schedule.go_on(first, first, done)
@@ -638,15 +639,19 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
         await source.close()
         return found, done
 
-    def recorder():
-        return Schedule(Recorder(file, Origin(2, {}), CONFIG.seed))
+    def recorded(seed, first, last, done=None):
+        with Journal(file) as journal:
+            journal.append(RunBegan(first=first, config={"rollout.window": window}, software={}, machine=""))
+            schedule = Schedule(Recorder(journal, Origin(2, {}), CONFIG.seed))
+            return asyncio.run(steps(journal, schedule, seed, first, last, done))
 
-    killed, done = asyncio.run(steps(recorder(), 1, 0, 3))
-    rest, _ = asyncio.run(steps(recorder(), 2, 3, 6, done))
+    killed, done = recorded(1, 0, 3)
+    rest, _ = recorded(2, 3, 6, done)
 
     async def again(seed):
-        replay = Replay(RecordedSchedule.read(file), CONFIG.seed, timeout_s=60)
-        return (await steps(Schedule(replay=replay), seed, 0, 6))[0]
+        nowhere = Journal(Path(os.devnull))
+        replay = Replay(RecordedSchedule.read(file), CONFIG.seed, journal=nowhere, timeout_s=60)
+        return (await steps(nowhere, Schedule(replay=replay), seed, 0, 6))[0]
 
     for seed in (3, 4):
         assert asyncio.run(again(seed)) == killed + rest

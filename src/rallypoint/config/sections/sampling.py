@@ -100,7 +100,7 @@ class RolloutConfig(Section):
         help="Whether new weights have the keys and values of responses under way computed again (docs/async.md).",
     )
     schedule: str | None = key(
-        None, help="schedule.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
+        None, help="journal.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
     )
     episode: str | None = key(
         None, help="Async function that samples a rollout in several turns, file.py:function; null: one turn."
