@@ -40,7 +40,21 @@ logging_steps: 10
 save_steps: 100
 report_to: none
 """
+SCRIPT = """
+from datasets import load_dataset
+from trl import {kind}Config, {kind}Trainer
+
+def main():
+    config = {kind}Config(output_dir="out", learning_rate=1e-6, per_device_train_batch_size=8, {more})
+    data = load_dataset("trl-lib/own", split="train")
+    {kind}Trainer(model="Qwen/Qwen2.5-0.5B", args=config, train_dataset=data, {rewards}).train()
+
+if __name__ == "__main__":
+    main()
+"""
 THEIRS = {
+    "grpo.py": SCRIPT.format(kind="GRPO", more="num_generations=4", rewards="reward_funcs=[accuracy_reward]"),
+    "dpo.py": SCRIPT.format(kind="DPO", more="max_length=512, beta=0.2", rewards="peft_config=LoraConfig(r=8)"),
     "grpo.sh": VERL.format(algorithm="grpo", more=OF_GRPO),
     "ppo.sh": VERL.format(algorithm="gae", more=OF_PPO),
     "grpo.yaml": TRL.format(data="DeepMath-103K") + "num_generations: 8\nmax_completion_length: 256\nuse_vllm: true",
@@ -67,7 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def translated(command, name: str) -> str:
-    result = command("config", "--from-trl" if name.endswith(".yaml") else "--from-verl", name)
+    result = command("config", "--from-trl" if name.endswith((".yaml", ".py")) else "--from-verl", name)
     assert result.exit_code == 0, result.exception
     return result.stdout
 

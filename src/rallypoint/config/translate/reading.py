@@ -62,7 +62,7 @@ def read_arguments(text: str) -> tuple[Keys, Script]:
     if re.match(CALL, text):
         return _arguments(text), Script({})
     found, script, _ = _read(text)
-    flags = _flags(script.words)
+    flags = flags_of(script.words)
     if Path(file := str(flags.get("config"))).suffix in _YAML:  # `trl grpo --config grpo.yaml --beta 0.1`
         found, _, _ = _read(file)
         del flags["config"]
@@ -119,10 +119,10 @@ def _checked(found: Keys, text: str) -> Keys:
     return found
 
 
-def _flags(words: Sequence[str]) -> Keys:
+def flags_of(words: Sequence[str]) -> Keys:
     """Read `--key value`, `--key=value`, `--key` alone, which is true, and `key=value`.
 
-    >>> _flags("trl grpo --bf16 --beta -0.1 --report_to wandb mlflow --max-steps=5".split())
+    >>> flags_of("trl grpo --bf16 --beta -0.1 --report_to wandb mlflow --max-steps=5".split())
     {'bf16': True, 'beta': -0.1, 'report_to': ['wandb', 'mlflow'], 'max_steps': 5}
     """
     before = ["", *words]

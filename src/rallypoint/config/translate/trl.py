@@ -9,7 +9,7 @@ from pathlib import Path
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_trl_corrections
-from rallypoint.config.translate.reading import CALL, PEFT, Keys, read_arguments
+from rallypoint.config.translate.reading import CALL, PEFT, Keys, flags_of, read_arguments
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.translate.table import (
     Ends,
@@ -21,6 +21,7 @@ from rallypoint.config.translate.table import (
     take_unresolved,
     with_usual,
 )
+from rallypoint.config.translate.trl_script import read_trl_script, script_in
 from rallypoint.errors import ConfigError
 
 _CLASSES = {
@@ -102,9 +103,15 @@ def from_trl(text: str) -> Translation:
     Raises:
         ConfigError: it cannot be read, or is of a class that no recipe stands for.
     """
-    given, script = read_arguments(text)
-    kind = _class(text, given, script)
-    found = Translation(num_given=len(given))
+    file = None if re.match(CALL, text) else script_in(text.split())
+    if file is not None:
+        own = read_trl_script(file, flags_of(text.split()), _CLASSES)
+        given, script, kind = own.keys, Script({}), _supported(own.kind)
+        found = Translation(own.ours, differs=own.lost, num_given=len(given))
+    else:
+        given, script = read_arguments(text)
+        kind = _class(text, given, script)
+        found = Translation(num_given=len(given))
     if kind is None:
         kind = "GRPOConfig"
         found.differs[kind] = (
@@ -172,6 +179,10 @@ def _class(text: str, given: Keys, script: Script) -> str | None:
         if not named:
             return None
         kind = named[0].rpartition(".")[2].replace("Trainer", "Config")
+    return _supported(kind)
+
+
+def _supported(kind: str) -> str:
     if kind not in _CLASSES:
         raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(_CLASSES)}",))
     return kind
