@@ -195,6 +195,9 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
         said = f"{said}: {detail['loc'][-1]}: {detail['msg'].lower()}"
     if info is None:
         return {dotted: f"{said}: expected {_expected_section(parts, found)}"}
+    if found is None and dotted == owner and not info.is_required() and type(None) not in options_of(info):
+        default = shown(info.get_default(call_default_factory=True, validated_data={}))
+        return {dotted: f"{said}: it cannot be unset; its default is {dotted}={default}, expected {expected(info)}"}
     return {dotted: f"{said}: expected {expected(info)}{suggest_value(owner, info, found)}"}
 
 

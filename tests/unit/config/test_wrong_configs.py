@@ -44,7 +44,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "type: true for a number": ("seed=true", ("seed=true", "a whole number from 0 to 2147483647")),
     "type: number for true": ("data.shuffle=1", ("data.shuffle=1", "expected true or false")),
     "type: number for text": ("trainer.name=5", ("trainer.name=5", 'with quotes it is text: "5"')),
-    "type: null for a number": ("seed=null", ("seed=null", "a whole number")),
+    "type: null for a number": (
+        "seed=null rollout.top_p=null trainer.runs_dir=null",
+        (
+            "it cannot be unset; its default is seed=0, expected a whole number",
+            "default is rollout.top_p=1.0",
+            "its default is trainer.runs_dir='runs'",
+        ),
+    ),
     "type: list for a number": ("seed=[1]", ("seed=[1]", "a whole number")),
     "type: section for a number": ("seed.x=1", ("seed={x: 1}", "a whole number")),
     "type: number for a section": ("actor=3", ("actor=3", "a section with the keys num_epochs")),
