@@ -271,3 +271,16 @@ def test_a_script_with_a_recipe_and_a_reward_of_its_own_runs_on_ray(tmp_path: Pa
 
 def test_a_display_of_the_callers_is_used(train):
     assert train(num_steps=1, display=Silent()).finished
+
+
+def test_what_a_run_has_trained_is_the_model_of_the_next_one(train, tmp_path):
+    """Sft, dpo, then grpo, and no folder is named."""
+    shown = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": f"{row['answer']}1"} for row in ROWS]
+    config = {"cluster.runtime": "inline", "data.max_row_tokens": 16, "data.num_examples": 8}
+    usual = {"num_steps": 1, "lr": 1e-3, "runs_dir": tmp_path / "runs", "display": False, "config": config}
+    tuned = rally.train("sft", model=tmp_path / "model", data=shown, name="tuned", **usual)
+    preferring = rally.train("dpo", model=tuned, data=pairs, name="preferring", **usual)
+    sampled = train(model=preferring, name="sampled", num_steps=1)
+    for before, after in ((tuned, preferring), (preferring, sampled)):
+        assert str(after.config.model.path) == str(before.checkpoints[1])

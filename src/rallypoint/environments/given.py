@@ -35,6 +35,8 @@ _RESPONSE = ("completion", "response", "solution_str")
 _IDS = "completion_ids"
 _FURTHER = ("token_ids", "tokens", "logprobs", "finish_reason")
 """Arguments that a call has only for a function that names them. A column of such a name goes before them."""
+ONLY_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL's trainers give a reward function besides, and a run here does not."""
 _ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label")
 """Columns that other data sets have for our `ground_truth`."""
 
@@ -202,7 +204,8 @@ class ByName:
         """The arguments of a reward function, which it is called with."""
         names = [_plural(name) for name in _USUAL] if self.is_plural else [*_USUAL]
         kind = inspect.Parameter.KEYWORD_ONLY
-        wanted = {"token_ids" if name == _IDS else name for name in self.names}
+        of_trl = {_IDS} if self.takes_all and self.is_plural else set[str]()
+        wanted = {"token_ids" if name == _IDS else name for name in {*self.names, *of_trl}}
         further = [name for name in _FURTHER if name in wanted]
         return inspect.Signature([inspect.Parameter(name, kind) for name in (*names, "messages", *further)])
 
@@ -240,6 +243,7 @@ class ByName:
         if not self.takes_all:
             return chosen
         of_trl = {one: name for one, name in plural.items() if one in ("prompts", "completions")}
+        of_trl |= {_IDS: _IDS} if self.is_plural else {}
         return {**columns, **{one: found[name] for one, name in of_trl.items()}, **chosen}
 
 

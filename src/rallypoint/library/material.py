@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rallypoint.checkpoint import digests
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming
+from rallypoint.environments.given import ONLY_TRL
 from rallypoint.errors import DataError, ModelError
 from rallypoint.library.settings import plain
 
@@ -82,6 +83,11 @@ def data_files(data: Data, store: Path, wanted: Sequence[str] = ()) -> list[str]
         return [str(path) for path in rows]
     columns = _checked(first, 0)
     if missing := [name for name in wanted if name not in columns]:
+        if missing[0] in ONLY_TRL:
+            raise DataError(
+                f"the reward function names {missing[0]!r}, which TRL's trainer gives it and a run here does not: "
+                "return a dict of numbers, {'score': 1.0, 'chars': 2}, for metrics, and let a callback look at steps"
+            )
         raise DataError(
             f"the reward function names {missing[0]!r}, and the first row has {', '.join(columns)}; the response is "
             "`completion`, the prompt `prompt`, and any other name is a column"

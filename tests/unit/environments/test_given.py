@@ -64,6 +64,12 @@ def called(function: Callable[..., object], call: RewardCall = CALL) -> object:
         lambda prompts, completions, **columns: [float(prompts == ["3 * 4"] and columns["level"] == [3])],
         lambda completion, completion_ids: float(completion == "12" and completion_ids == [1, 2]),
         lambda completions, completion_ids, **columns: [float(completion_ids == [[1, 2]] and columns["level"] == [3])],
+        lambda completions, **kwargs: [
+            float(
+                sorted(kwargs) == ["answer", "completion_ids", "level", "prompts"]  # TRL's, but for `trainer_state`
+                and kwargs["completion_ids"] == [[1, 2]]
+            )
+        ],
         lambda completion, token_ids, finish_reason: float(token_ids == [1, 2] and finish_reason == "stop"),
         lambda completion, answer="12", tolerance=0: float(completion == answer) - tolerance,
         lambda data_source, solution_str, ground_truth, extra_info: float(solution_str == ground_truth),

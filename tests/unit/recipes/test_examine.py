@@ -77,7 +77,7 @@ def test_a_dry_run_refuses_a_reward_that_returns_no_score(own, tmp_path, result,
     "reward",
     [
         "reward={function: judge, parameters: {url: 'http://127.0.0.1:9/v1', model: m}}",
-        "reward={function: null, functions: [{name: a, function: FILE}, {name: b, function: FILE, parameters: {url: x}}]}",
+        "reward={function: null, functions: [{name: b, function: FILE, parameters: {url: x}}]}",
     ],
 )
 def test_what_may_cost_money_is_not_asked_before_a_run(own, tmp_path, reward):
