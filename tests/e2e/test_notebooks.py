@@ -11,6 +11,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from rallypoint import load_run
+
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
@@ -36,6 +38,10 @@ def test_the_notebooks_train_and_read_a_run(tmp_path: Path):
     assert "image/png" in text
     assert "<pre" in text, "the panel is HTML"
     assert "LlamaForCausalLM" in text
+    run = load_run(tmp_path / "runs" / "own-digits")
+    rewards = [metrics["reward/mean"] for metrics in run.metrics if "reward/mean" in metrics]
+    assert rewards[0] < 0.7, "of 2: what a model that knows nothing earns"
+    assert run.best.score > 1.3, f"it learns; found {rewards}"
     reading = shown(executed("read_a_run", tmp_path))
     assert "Best(step=" in reading
     assert all(not cell.outputs for cell in nbformat.read(NOTEBOOKS / "train.ipynb", 4).cells if "outputs" in cell)
