@@ -14,8 +14,7 @@ import random
 import statistics
 from collections.abc import Iterator
 
-from rallypoint.sampling.groups import PromptsDone
-from rallypoint.sampling.over_sampling import OverSampledGroups
+from rallypoint.sampling.groups import OverSampledGroups, PromptsDone
 
 NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 32, 8, 2000
 

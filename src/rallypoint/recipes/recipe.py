@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -46,10 +47,12 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
+from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
-from rallypoint.sampling.source import RolloutSource
+from rallypoint.sampling.source import Prompts, RolloutSource
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 
 _NOT_EXACT = (
@@ -107,19 +110,14 @@ class Setup:
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if weights_way(self.config) is None:
             self.say(f"published weights: {describe_way(rollouts.way)}")
+        times = Timekeeper(time.monotonic, self.journal)
         return RolloutSource(
             self.config,
             Mailbox(rollouts, schedule),
-            train=train,
-            validation=validation,
-            tokenizer=self.material.tokenizer,
-            stop_tokens=self.material.stop_tokens,
-            grader=self.grader,
-            reward_models=await RewardModels.create(self.placement),
-            advantage=advantage_of(self.config),
-            say=self.say,
-            episode=episode,
-            journal=self.journal,
+            Prompts(train, validation, self.material.tokenizer, self.material.stop_tokens),
+            Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
+            episode,
+            Watch(self.say, times),
         )
 
     def examples(self) -> ExampleSource:

@@ -37,7 +37,7 @@ from rallypoint.recipes.eval_rewards import rewards_for
 from rallypoint.recipes.model_folders import is_hub_name
 from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.run.folder import named_run
-from rallypoint.sampling.group import sampling_params
+from rallypoint.sampling.client import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from rallypoint.config import RolloutConfig
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import name_of
 from rallypoint.errors import EpisodeError, GenerationError, RallyError
@@ -64,6 +65,13 @@ class EpisodeClient:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `Client.tokenizer`."""
         return self._tokenizer
+
+    async def rollout(self, episode: Episode, prompt: Prompt) -> Trajectory | GenerationError:
+        """Return the rollout that an episode makes of a prompt, or why there is none: a failed one is counted."""
+        try:
+            return await self.have(episode, prompt)
+        except GenerationError as error:
+            return error
 
     async def have(self, episode: Episode, prompt: Prompt) -> Trajectory:
         """Return the rollout that an episode makes of a prompt; truncated, if its row had no room for a further turn.
@@ -152,3 +160,19 @@ def find_foul(found: object, sampled: Sequence[Turn]) -> str | None:
         if number > len(sampled) or turn != sampled[number - 1]:
             return f"returned a Trajectory whose turn {number} is not turn {number} of its client; {_TURNS}"
     return None
+
+
+def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
+    """Return how a config has rollouts drawn."""
+    return SamplingParams(
+        max_new_tokens=rollout.max_response_tokens,
+        min_new_tokens=rollout.min_response_tokens,
+        temperature=rollout.temperature,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        stop_strings=rollout.stop,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+    )

@@ -1,10 +1,10 @@
-"""Prompts sampled by episodes: the rollouts of each are a group, which is scored while others are still sampled.
+"""Groups in flight: each is the rollouts of one prompt, sampled by episodes, and scored while others are still sampled.
 
-Owns: how a prompt becomes a scored group, and that nothing is under way after an error. Must not know: which prompts
-these are, and what their groups are for; order and staleness (`groups.py`).
+Owns: how a prompt becomes a scored group, which groups are in flight, and that none is after an error. Must not know:
+which prompts these are, and which step takes them; order and staleness (`groups.py`).
 
-Consumes: prompts, by their index in the run. Produces: scored groups, in order of admission. Waits for: the rollout
-role, and the reward function. Unblocked by: the ends of responses and calls.
+Consumes: prompts, by their index in the run. Produces: scored groups. Waits for: the mailbox, and the reward function.
+Unblocked by: the ends of responses and calls, an error of any of them, `hurry`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RolloutConfig, RunConfig
+from rallypoint.algorithms import Advantage
+from rallypoint.config import RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.grader import Grader
@@ -29,16 +29,42 @@ from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import GenerationError, RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.journal import TurnSampled
+from rallypoint.observability import span
+from rallypoint.roles.reward import RewardModels
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.timekeeper import Timekeeper, Times
 from rallypoint.types import RolloutBatch, Trajectory, assemble
 
-GRACE_S = 5.0
-"""Seconds that the reward function is given for a step after the run was asked to end."""
+ResultT = TypeVar("ResultT")
 
 
 class AbandonedError(RallyError):
     """A step was given up after an interruption; it is done again when the run goes on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewards:
+    """What scores rollouts."""
+
+    grader: Grader
+    """Asks the reward function."""
+    models: RewardModels
+    advantage: Advantage
+    """The estimator, which says whether scores differ enough to learn from them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told what is waited for, and when."""
+
+    say: Callable[[str], None]
+    """Given a line for the user, from any thread."""
+    times: Timekeeper
+    patience_s: float = 30.0
+    """Seconds that a step waits before it names a group that is much slower than the others."""
+    grace_s: float = 5.0
+    """Seconds that the reward function is given for a step after the run was asked to end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +82,7 @@ class Group:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class GroupUnderWay:
+class GroupInFlight:
     """A prompt from its admission to its scores."""
 
     index: int
@@ -65,7 +91,7 @@ class GroupUnderWay:
     """Name of its example."""
     rank: int
     """Rank of the rollout role that samples it."""
-    cohort: Cohort
+    batch: AdmittedBatch
     """Those it was admitted with."""
     sampled: asyncio.Task[Group]
     """Its rollouts."""
@@ -80,80 +106,75 @@ class GroupUnderWay:
         self.scored.cancel()
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Times:
-    """When what happened to a group, in seconds of one clock; None before it has."""
+@dataclasses.dataclass(slots=True, eq=False)
+class AdmittedBatch:
+    """Groups that were admitted together, and what scores them."""
 
-    admitted: float
-    sampled: float | None = None
-    scored: float | None = None
-    turns: tuple[TurnSampled, ...] = ()
-    """Its responses, when it is sampled."""
-
-
-class Cohort:
-    """Groups that were admitted together, each scored while others are still sampled."""
-
-    def __init__(self, scoring: Scoring, running: asyncio.Future[object]) -> None:
-        self.groups: list[GroupUnderWay] = []
-        self.scoring, self.running = scoring, running
-        """What scores them, and its end: an error, if it raises one before all are scored."""
+    scoring: Scoring
+    groups: list[GroupInFlight] = dataclasses.field(default_factory=list[GroupInFlight])
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is in flight."""
         for group in self.groups:
             group.close()
         self.scoring.stop()
 
 
-class Sampler:
-    """Has prompts sampled by episodes, and scored."""
+class InFlight:
+    """What is being sampled and scored, by the index of its prompt in the run."""
 
     def __init__(
         self,
         config: RunConfig,
         mailbox: Mailbox,
-        *,
         tokenizer: PreTrainedTokenizerBase,
-        grader: Grader,
-        say: Callable[[str], None],
+        rewards: Rewards,
         episode: Episode,
-        failed: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
+        watch: Watch,
     ) -> None:
-        """Begin without prompts.
+        """Begin without groups.
 
         Args:
             config: of the run.
             mailbox: in front of the role that samples.
             tokenizer: for texts.
-            grader: asks the reward function.
-            say: given a line for the user, from any thread.
+            rewards: what scores rollouts.
             episode: how a rollout comes about.
-            failed: given every error that ends a group or the scoring of its cohort; groups are then given up.
-            clock: seconds, for `Times`.
+            watch: who is told what is waited for.
         """
-        self._failed = failed
-        self._config, self._mailbox, self._grader, self._episode = config, mailbox, grader, episode
-        self._tokenizer, self._token_texts, self._say, self._clock = tokenizer, TokenTexts(tokenizer), say, clock
-        # Each cohort keeps one busy, and asyncio's own are few.
+        self.groups: dict[int, GroupInFlight] = {}
+        """Those of training; validation has its own."""
+        self.scored: asyncio.Queue[GroupInFlight] = asyncio.Queue()
+        """Groups of training, as they are scored."""
+        self._config, self._mailbox, self._rewards, self._episode = config, mailbox, rewards, episode
+        self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
+        # Each admitted batch keeps one busy, and asyncio's own are few.
         self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
+        self._interrupted = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The error that ended a running group."""
+
+    def admit(self, prompts: Mapping[int, Prompt], params: SamplingParams, num_places: int | None) -> None:
+        """Have prompts of training sampled and scored; see `begin`."""
+        groups = self.begin(prompts, params, self._config.rollout.group_size, num_places)
+        self.groups |= {group.index: group for group in groups}
+        if self._config.rollout.over_sampling is not None:
+            for group in groups:
+                group.sampled.add_done_callback(self._look)
+
+    def _look(self, _: object) -> None:
+        if self._mailbox.is_idle.is_set():  # as while a slow tool is used
+            self._mailbox.barrier.look()
 
     def begin(
-        self,
-        prompts: Mapping[int, Prompt],
-        params: SamplingParams,
-        group_size: int,
-        complete: Callable[[int], None] = lambda _: None,
-        num_places: int | None = None,
-    ) -> Cohort:
+        self, prompts: Mapping[int, Prompt], params: SamplingParams, group_size: int, num_places: int | None = None
+    ) -> list[GroupInFlight]:
         """Have prompts sampled, and scored.
 
         Args:
             prompts: by their index in the run.
             params: how rollouts are drawn.
             group_size: G, rollouts of each prompt.
-            complete: called with the index of each group that was sampled and scored.
             num_places: of a step, if prompts may come one by one at any time: then their ranks follow from their
                 indices, and as many rollouts may fail as of a whole step; None: these prompts are all there are.
         """
@@ -161,29 +182,23 @@ class Sampler:
 
         def ended(place: int, scored: ScoredGroup) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(end, cohort.groups[place], scored)
-
-        def end(group: GroupUnderWay, scored: ScoredGroup) -> None:
-            if not group.scored.done():
-                group.times.scored = self._clock()
-                group.scored.set_result(scored)
-                complete(group.index)
+                loop.call_soon_threadsafe(self._end, batch.groups[place], scored)
 
         scoring = Scoring(
-            self._grader,
+            self._rewards.grader,
             decode=lambda responses: self._tokenizer.batch_decode(responses, skip_special_tokens=True),
             token_texts=self._token_texts,
             num_rows=(num_places or len(prompts)) * group_size,
             max_failed=self._config.reward.max_failed,
             has_models=bool(self._config.reward.all_models),
-            warn=self._say,
+            warn=self._watch.say,
             ended=ended,
         )
-        cohort = Cohort(scoring, loop.run_in_executor(self._threads, scoring.run))
-        cohort.running.add_done_callback(self._look_at)
+        batch = AdmittedBatch(scoring)
+        loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.end_if_it_failed)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
-            times = Times(admitted=self._clock())
+            times = Times(admitted=self._watch.times.now())
             most = self._config.max_row_tokens
             clients = [
                 EpisodeClient(
@@ -192,18 +207,24 @@ class Sampler:
                 for number in range(group_size)
             ]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))
-            sampled.add_done_callback(self._look_at)
-            group = GroupUnderWay(index, prompt.example.name, rank, cohort, sampled, loop.create_future(), times)
-            cohort.groups.append(group)
-        all_sampled = asyncio.gather(*(group.sampled for group in cohort.groups), return_exceptions=True)
+            sampled.add_done_callback(self.end_if_it_failed)
+            group = GroupInFlight(index, prompt.example.name, rank, batch, sampled, loop.create_future(), times)
+            batch.groups.append(group)
+        all_sampled = asyncio.gather(*(group.sampled for group in batch.groups), return_exceptions=True)
         all_sampled.add_done_callback(lambda _: scoring.finish())
-        return cohort
+        return batch.groups
+
+    def _end(self, group: GroupInFlight, scored: ScoredGroup) -> None:
+        if not group.scored.done():
+            group.times.scored = self._watch.times.now()
+            group.scored.set_result(scored)
+            self.scored.put_nowait(group)
 
     async def _sample(
         self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, scoring: Scoring
     ) -> Group:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
-        episodes = [asyncio.create_task(self._rollout(prompt, client)) for client in clients]
+        episodes = [asyncio.create_task(client.rollout(self._episode, prompt)) for client in clients]
         try:
             found = await asyncio.gather(*episodes)
         finally:
@@ -218,26 +239,134 @@ class Sampler:
             is_narrowed=params.narrows,
             by_token=self._config.rollout.max_staleness > 0,
         )
-        times.sampled = self._clock()
+        times.sampled = self._watch.times.now()
         times.turns = tuple(_turns_of(kept))
         scoring.add(place, rows, [prompt.example] * len(rows))
         return Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
 
-    def _look_at(self, done: asyncio.Future[Any]) -> None:
+    def hurry(self) -> None:
+        """From now on give the reward function only a few seconds, because the run is ending."""
+        self._interrupted.set()
+
+    async def see_one_complete(self, is_complete: asyncio.Event, groups: Sequence[GroupInFlight]) -> None:
+        """Wait until an event says that another group is complete; after an interruption for some seconds.
+
+        Raises:
+            AbandonedError: they are over.
+        """
+        complete = asyncio.ensure_future(is_complete.wait())
+        try:
+            await self._unless_interrupted(complete, groups)
+            if not complete.done():
+                await self.wait(asyncio.wait({group.sampled for group in groups}), groups)
+                await self._grace(complete, ())
+        finally:
+            complete.cancel()
+
+    def has_signal(self, group: GroupInFlight) -> bool:
+        """Whether there is something to learn from a group that is scored."""
+        return group.scored.result().has_signal(self._rewards.advantage)
+
+    async def without_signal(self, groups: Sequence[GroupInFlight]) -> list[int]:
+        """Return the indices of those without a signal, once all are scored."""
+        async with self.unless_it_fails(groups):
+            with span("rollout"):
+                await self.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+            with span("reward"):
+                await self.scores(groups)
+        return [group.index for group in groups if not self.has_signal(group)]
+
+    async def scores(self, groups: Sequence[GroupInFlight]) -> list[ScoredGroup]:
+        """Return the reward function's scores of groups that are sampled.
+
+        Raises:
+            AbandonedError: it did not say so within some seconds after an interruption.
+        """
+        scored = asyncio.gather(*(group.scored for group in groups))
+        scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
+        await self._unless_interrupted(scored, groups)
+        if not scored.done():
+            await self._grace(scored, groups)
+        return scored.result()
+
+    async def _unless_interrupted(self, awaited: asyncio.Future[Any], groups: Sequence[GroupInFlight]) -> None:
+        """Wait for something, or for an interruption."""
+        interrupted = asyncio.create_task(self._interrupted.wait())
+        await self.wait(asyncio.wait({awaited, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
+        interrupted.cancel()
+
+    async def _grace(self, awaited: asyncio.Future[Any], groups: Sequence[GroupInFlight]) -> None:
+        grace_s = self._watch.grace_s
+        await self.wait(asyncio.wait({awaited}, timeout=grace_s), groups)
+        if not awaited.done():
+            raise AbandonedError(f"the reward function was busy for {grace_s:g} s more")
+
+    async def wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupInFlight]) -> ResultT:
+        """Wait for something, and name what is waited for long; raise what any group raises."""
+        task = asyncio.ensure_future(awaited)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # that of the cause is raised
+        try:
+            while not task.done():
+                patience_s = self._watch.patience_s
+                await asyncio.wait({task, self._failure}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._failure.done():
+                    self._failure.result()
+                if not task.done() and (told := self._held_up(groups) or self._watch.times.slowest(groups)) is not None:
+                    self._watch.say(told)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _held_up(self, groups: Sequence[GroupInFlight]) -> str | None:
+        """Say which groups have episodes that wait for something else than a response; None while a rank samples."""
+        left = [group for group in groups if not group.sampled.done()]
+        if not left or not self._mailbox.is_idle.is_set():
+            return None
+        return (
+            f"the step waits for {len(left)} of {len(groups)} prompts, of which no response is being sampled: "
+            f"{left[0].name}, prompt {left[0].index} of the run, has an episode that waits for something else; give "
+            "what it awaits a deadline, with asyncio.timeout"
+        )
+
+    def end_if_it_failed(self, done: asyncio.Future[Any]) -> None:
+        """Raise the error of something that has ended, if it has one, in the caller who waits."""
         error = None if done.cancelled() else done.exception()
-        if error is not None:
-            self._failed(error)
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # or asyncio says that nobody asked for it
+
+    @contextlib.asynccontextmanager
+    async def unless_it_fails(self, groups: Sequence[GroupInFlight]) -> AsyncIterator[None]:
+        """Cancel everything that is running if the block raises."""
+        async with contextlib.AsyncExitStack() as if_it_fails:
+            if_it_fails.push_async_callback(self.give_up, groups)
+            yield
+            if_it_fails.pop_all()
+
+    async def give_up(self, groups: Sequence[GroupInFlight]) -> None:
+        """Cancel these and all that is in flight; nothing can be scored any more."""
+        for batch in {group.batch for group in (*groups, *self.groups.values())}:
+            batch.close()
+        self._rewards.grader.close()  # otherwise threads would go on waiting for its calls
+        await self._mailbox.stop()
+
+    async def abort(self, indices: Sequence[int]) -> None:
+        """Cancel some groups, and all that is sampled; the others of their batches are still scored."""
+        for index in indices:
+            self.groups.pop(index).close()
+        if indices:
+            await self._mailbox.stop()
+
+    async def clear(self) -> None:
+        """Cancel all groups of training; others are to follow."""
+        for batch in {group.batch for group in self.groups.values()}:
+            batch.close()
+        self.groups.clear()
+        await self._mailbox.stop()
 
     def close(self) -> None:
-        """Let go of the threads; those of cohorts that were closed end by themselves."""
+        """Release threads; those of batches that were closed end by themselves."""
         self._threads.shutdown(wait=False)
-
-    async def _rollout(self, prompt: Prompt, client: EpisodeClient) -> Trajectory | GenerationError:
-        """Have an episode, or return why there is none: a failed rollout is counted."""
-        try:
-            return await client.have(self._episode, prompt)
-        except GenerationError as error:
-            return error
 
 
 def _turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
@@ -246,19 +375,3 @@ def _turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
         for number, turn in enumerate(rollout.turns):
             digest = xxhash.xxh3_64_hexdigest(array("q", turn.response).tobytes())
             yield sample, number, turn.spans or ((turn.version, len(turn.response)),), digest
-
-
-def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """Return how a config has rollouts drawn."""
-    return SamplingParams(
-        max_new_tokens=rollout.max_response_tokens,
-        min_new_tokens=rollout.min_response_tokens,
-        temperature=rollout.temperature,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        stop_strings=rollout.stop,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-    )

@@ -1,131 +1,130 @@
 """Prompts in, scored groups out.
 
-Owns: which prompts are sampled when, and how scored groups become a batch. Must not know: engines, ranks' state, what
-is done with a batch.
+Owns: which prompts are sampled when, which groups a step takes, and how these become a batch. Must not know: engines,
+ranks' state, what is done with a batch; how a group is sampled (`group.py`); the order and the bound (`groups.py`).
 
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
-for: the rollout role, the reward function and the reward model. Unblocked by: a publish, which brings the next version.
+for: groups in flight, and the reward models. Unblocked by: the ends of groups, an error of any of them, and `load`,
+which brings the next version.
 
-A checkpoint needs to know which prompts have gone into batches. The rest follows from that and the seed. What was under
-way when a run ended is sampled again.
+A checkpoint needs to know which prompts have gone into batches. The rest follows from that and the seed. What was in
+flight when a run ended is sampled again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.algorithms import Advantage, OverlongPenalty
+from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
-from rallypoint.environments.environment import Episode, Prompt, single_turn
+from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.failures import describe_failures
-from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ModelScores, combine
-from rallypoint.errors import DataError, GenerationError, RewardError
-from rallypoint.journal import Journal
+from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
-from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
-from rallypoint.sampling.choosing import Choice
-from rallypoint.sampling.group import GRACE_S, GroupUnderWay, Sampler, sampling_params
-from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.client import sampling_params
+from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
+from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Sampled, measure, measure_sources, shown_tokens
-from rallypoint.sampling.timekeeper import Timekeeper
-from rallypoint.sampling.under_way import UnderWay
-from rallypoint.types import Mean, Metrics, RolloutBatch, merge
+from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
 _MOST_SOURCES = 32
 """Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
-PATIENCE_S = 30.0
-"""Seconds that a step waits before it names a group that is much slower than the others."""
+_NO_SIGNAL = (
+    "rollout.dynamic_sampling={batches}: the scores of all rollouts were equal for {num} prompts of a step, {batches} "
+    "times rollout.num_prompts, which are too hard, too easy or too narrow to learn from. Look at the rollouts; mix in "
+    "other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is sampled, and what texts are made of."""
+
+    train: EncodedPrompts | StreamedPrompts
+    validation: EncodedPrompts | None
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...]
 
 
 class RolloutSource:
     """Admits prompts and returns them as sampled and scored batches."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        mailbox: Mailbox,
-        *,
-        train: EncodedPrompts | StreamedPrompts,
-        validation: EncodedPrompts | None,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_tokens: tuple[int, ...],
-        grader: Grader,
-        reward_models: RewardModels,
-        advantage: Advantage,
-        say: Callable[[str], None],
-        journal: Journal,
-        episode: Episode = single_turn,
-        clock: Callable[[], float] = time.monotonic,
-        patience_s: float = PATIENCE_S,
-        grace_s: float = GRACE_S,
+        self, config: RunConfig, mailbox: Mailbox, prompts: Prompts, rewards: Rewards, episode: Episode, watch: Watch
     ) -> None:
+        """Begin without groups.
+
+        Args:
+            config: of the run.
+            mailbox: in front of the role that samples.
+            prompts: what is sampled.
+            rewards: what scores rollouts.
+            episode: how a rollout comes about.
+            watch: who is told what is waited for.
+        """
         self.mailbox = mailbox
         self.newest: StepRollouts | None = None
         """Rollouts of the newest batch."""
         self.validated: StepRollouts | None = None
         """Rollouts of the newest validation."""
-        self._config, self._train, self._validation = config, train, validation
-        self._say, self._reward_models = say, reward_models
-        self._times = Timekeeper(clock, journal)
-        self._under_way = UnderWay(
-            mailbox,
-            grader,
-            slowest=self._times.slowest,
-            say=say,
-            patience_s=patience_s,
-            grace_s=grace_s,
-            advantage=advantage,
-        )
-        self._choice = Choice(config, mailbox, self._under_way, self._times, self._admit)
-        self._sampler = Sampler(
-            config,
-            mailbox,
-            tokenizer=tokenizer,
-            grader=grader,
-            say=say,
-            episode=episode,
-            failed=self._under_way.fail,
-            clock=clock,
-        )
+        self._config, self._prompts, self._rewards, self._watch = config, prompts, rewards, watch
+        self._in_flight = InFlight(config, mailbox, prompts.tokenizer, rewards, episode, watch)
+        self._dropped: dict[int, GroupInFlight] = {}
+        """Groups that were dropped, and that no step has counted yet."""
+        self._is_complete = asyncio.Event()
+        """Set when another group is complete."""
         self._penalty = _penalty_of(config)
-        self._stream = train if isinstance(train, StreamedPrompts) else _stream_of(config, train)
-        self._sources = train.sources
-        self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=stop_tokens)
-        self._is_shown = shown_tokens(tokenizer, stop_tokens)
+        self._stream = _stream_of(config, prompts.train)
+        self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
+        self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._num_loads = 0
         self.done = PromptsDone()
+        self._following = asyncio.create_task(self._follow())
+        self._following.add_done_callback(self._in_flight.end_if_it_failed)
 
     @property
     def done(self) -> PromptsDone:
         """The prompts that have gone into batches: all that a checkpoint needs."""
-        return self._choice.groups.done
+        return self._groups.done
 
     @done.setter
     def done(self, done: PromptsDone) -> None:
-        self._choice.begin(done)
-
-    def examples_of(self, batch: RolloutBatch) -> list[int]:
-        """Return the number of the example that each row answers."""
-        return [self._stream.example_index(int(index)) for index in batch.prompt_index]
+        """Begin behind the prompts that are done, with no group in flight."""
+        self._dropped.clear()
+        rollout, num_prompts = self._config.rollout, self._config.rollout.num_prompts
+        limit, num_sampled = self._config.trainer.num_steps * num_prompts, rollout.over_sampling
+        if num_sampled is not None:
+            self._groups: Groups = OverSampledGroups(
+                num_prompts=num_prompts, num_sampled=num_sampled, limit=limit, done=done
+            )
+            return
+        self._groups = Groups(
+            num_prompts=num_prompts,
+            max_staleness=rollout.max_staleness,
+            window=rollout.window,
+            limit=limit,
+            drops_ahead=self._drops_ahead,
+            done=done,
+        )
 
     @property
     def num_admitted(self) -> int:
         """Number of prompts that have gone into batches."""
-        return self._choice.groups.num_taken
+        return self._groups.num_taken
 
     @num_admitted.setter
     def num_admitted(self, num_prompts: int) -> None:
@@ -136,16 +135,21 @@ class RolloutSource:
         """The role that samples."""
         return self.mailbox.role
 
+    @property
+    def _drops_ahead(self) -> bool:
+        """Whether a group without signal is replaced as soon as it is scored, and not when a step wants it."""
+        return bool(self._config.rollout.dynamic_sampling and self._config.rollout.max_staleness)
+
+    def examples_of(self, batch: RolloutBatch) -> list[int]:
+        """Return the number of the example that each row answers."""
+        return [self._stream.example_index(int(index)) for index in batch.prompt_index]
+
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have the ranks load new weights; a run that samples ahead has more to sample then."""
         await self.mailbox.load(version, published)
-        self._times.loaded()
+        self._watch.times.loaded()
         if self._config.rollout.max_staleness:
             self._admit()
-
-    def hurry(self) -> None:
-        """From now on give the reward function only a few seconds, because the run is ending."""
-        self._under_way.hurry()
 
     async def next_batch(self) -> Sampled:
         """Return B scored rollouts of the next P prompts, fewer if some could not be scored.
@@ -157,20 +161,20 @@ class RolloutSource:
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
         """
-        self._times.asked()
-        await self._choice.begin_again()
-        groups, replaced, counts = await self._choice.choose()
-        sampled = await self._finish(groups, replaced)
+        rollout, times = self._config.rollout, self._watch.times
+        times.asked()
+        await self._begin_again()
+        groups, replaced, counts = await self._choose()
+        sampled = await self._batch_of(groups, replaced)
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
-        self._choice.groups.take(taken)
+        self._groups.take(taken)
         self.mailbox.schedule.taken()
         for index in taken:
-            del self._under_way.groups[index]
-        step = self._choice.groups.num_taken // self._config.rollout.num_prompts
-        idle = self._times.taken(step, groups, self.mailbox.take_busy_s())
-        if self._config.rollout.max_staleness:
-            aged = sampled.aged(self._choice.groups.age, keeps=self._config.rollout.on_load == "keep")
+            del self._in_flight.groups[index]
+        idle = times.taken(self._groups.num_taken // rollout.num_prompts, groups, self.mailbox.take_busy_s())
+        if rollout.max_staleness:
+            aged = sampled.aged(self._groups.age, keeps=rollout.on_load == "keep")
             sampled = dataclasses.replace(aged, metrics=merge(aged.metrics, idle))
         self.newest = sampled.rollouts
         if self._penalty is None:
@@ -184,17 +188,18 @@ class RolloutSource:
         Raises:
             RewardError, GenerationError, AbandonedError: see `next_batch`.
         """
-        if self._validation is None:
+        if (validation := self._prompts.validation) is None:
             return None
         limit = self._config.validation.max_prompts
-        pairs = zip(self._validation.token_ids[:limit], self._validation.examples[:limit], strict=True)
+        pairs = zip(validation.token_ids[:limit], validation.examples[:limit], strict=True)
         prompts = {index: Prompt(tuple(ids), example) for index, (ids, example) in enumerate(pairs)}
         params = dataclasses.replace(
             self._params,
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        sampled = await self._finish(self._sampler.begin(prompts, params, self._config.validation.num_samples).groups)
+        groups = self._in_flight.begin(prompts, params, self._config.validation.num_samples)
+        sampled = await self._batch_of(groups)
         self.validated = sampled.rollouts
         return sampled
 
@@ -202,46 +207,140 @@ class RolloutSource:
         """Submit prompts while there are free slots; all of them are submitted before their first token is sampled."""
         if self.mailbox.num_loads > self._num_loads:
             self._num_loads = self.mailbox.num_loads
-            self._choice.groups.loaded(self.mailbox.version)
-        num_prompts, admitted = self._config.rollout.num_prompts, self._choice.groups.admit()
+            self._groups.loaded(self.mailbox.version)
+        train, num_prompts, admitted = self._prompts.train, self._config.rollout.num_prompts, self._groups.admit()
         for first in range(0, len(admitted), num_prompts):
-            prompts: dict[int, Prompt] = {}
-            for index in admitted[first : first + num_prompts]:
-                row = self._stream.example_index(index)
-                prompts[index] = Prompt(tuple(self._train.token_ids[row]), self._train.examples[row])
-            cohort = self._sampler.begin(
-                prompts,
-                self._params,
-                self._config.rollout.group_size,
-                self._choice.complete,
-                num_places=num_prompts if self._choice.drops_ahead else None,
-            )
-            self._under_way.add(cohort.groups, are_watched=self._config.rollout.over_sampling is not None)
+            rows = {index: self._stream.example_index(index) for index in admitted[first : first + num_prompts]}
+            prompts = {index: Prompt(tuple(train.token_ids[row]), train.examples[row]) for index, row in rows.items()}
+            self._in_flight.admit(prompts, self._params, num_prompts if self._drops_ahead else None)
 
-    async def _finish(self, groups: Sequence[GroupUnderWay], replaced: Sequence[GroupUnderWay] = ()) -> Sampled:
+    async def _follow(self) -> None:
+        """Note which groups can be trained on, as they are scored; over-sampled ones can once they are sampled."""
+        while True:
+            group = await self._in_flight.scored.get()
+            if self._in_flight.groups.get(group.index) is not group:  # of the validation, or dropped meanwhile
+                continue
+            self._watch.times.scored(group)
+            if self._drops_ahead and not self._in_flight.has_signal(group):
+                self._drop([group.index])
+                self._admit()
+            elif self._config.rollout.over_sampling is None:
+                self._groups.complete(group.index)
+            self._is_complete.set()
+
+    def _drop(self, indices: Sequence[int]) -> None:
+        """Give up groups without signal; the next prompts get their slots."""
+        for index in indices:
+            self._groups.drop(index)
+            self._watch.times.dropped(index, "no signal")
+            self._dropped[index] = self._in_flight.groups.pop(index)
+
+    async def _choose(self) -> tuple[list[GroupInFlight], list[GroupInFlight], Metrics]:
+        """Return the groups of the next step, those that they replaced, and how many were left out.
+
+        Groups without a signal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
+        before others begin, so that the same seed samples the same prompts side by side. A run that samples ahead has
+        replaced them as they were scored, see `_follow`: which groups a step takes in order of admission follows from
+        the scores alone, and what was sampled beside what is in its schedule.
+        """
+        rollout = self._config.rollout
+        with contextlib.ExitStack() as until_chosen:
+            if rollout.over_sampling is not None:
+                until_chosen.enter_context(self.mailbox.barrier.watched())
+            self._admit()
+            groups = await self._next_groups()
+            while rollout.dynamic_sampling and (without := await self._in_flight.without_signal(groups)):
+                self._drop(without)
+                self._admit()
+                groups = await self._next_groups()
+            replaced = [self._dropped.pop(index) for index in self._groups.count_replaced()]
+            counts = {} if not rollout.dynamic_sampling else {"rollout/num_replaced": Sum(len(replaced))}
+            if isinstance(self._groups, OverSampledGroups):
+                aborted = self._groups.abort([group.index for group in groups])
+                await self._in_flight.abort(aborted)
+                for index in aborted:
+                    self._watch.times.dropped(index, "others had ended")
+                counts["rollout/num_aborted"] = Sum(len(aborted))
+        return groups, replaced, Metrics(counts)
+
+    async def _next_groups(self) -> list[GroupInFlight]:
+        """Return the groups of the next step; with a window, or others beside them, they are already complete."""
+        while (indices := self._find_next()) is None:
+            groups = list(self._in_flight.groups.values())
+            if len(groups) < self._config.rollout.num_prompts:
+                raise StalenessError(f"no weights were loaded since the batch before: version {self.mailbox.version}")
+            async with self._in_flight.unless_it_fails(groups):
+                if self._config.rollout.over_sampling is None:
+                    self._is_complete.clear()
+                    await self._in_flight.see_one_complete(self._is_complete, groups)
+                elif not self.mailbox.is_idle.is_set() or not self._note_ended(groups):
+                    with span("rollout"):
+                        await self._in_flight.wait(self.mailbox.barrier.next(), groups)
+                    self._note_ended(groups)
+        return [self._in_flight.groups[index] for index in indices]
+
+    def _find_next(self) -> tuple[int, ...] | None:
+        """Return the groups of the next step, by the schedule if there is one; None if these cannot be known yet.
+
+        Raises:
+            RewardError: too many had to be replaced.
+            ScheduleError: the schedule has others than there are.
+        """
+        rollout, num_replaced = self._config.rollout, len(self._groups.replaced)
+        if rollout.dynamic_sampling and num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
+            raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
+        if (taken := self.mailbox.schedule.next_take()) is None:
+            return self._groups.next()
+        missing = sorted(set(taken) - self._in_flight.groups.keys())
+        if missing and (not self._drops_ahead or self._groups.all_are_complete):
+            raise ScheduleError(
+                f"rollout.schedule trains on prompts {missing} next, which are not under way: it is not the schedule "
+                "of a run with this config"
+            )
+        if self._drops_ahead and not all(map(self._groups.is_complete, taken)):
+            return None  # one may have to be dropped before the next is admitted
+        return taken
+
+    def _note_ended(self, groups: Sequence[GroupInFlight]) -> bool:
+        """Note whose rollouts are complete at a barrier, in order of admission; return whether there are more."""
+        ended = [group for group in groups if group.sampled.done() and not self._groups.is_complete(group.index)]
+        for group in sorted(ended, key=lambda group: group.index):
+            self._groups.complete(group.index)
+        return bool(ended)
+
+    async def _begin_again(self) -> None:
+        """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
+        replay = self.mailbox.schedule.replay
+        if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
+            return
+        await self._in_flight.clear()
+        self.done = replay.resume()
+        self._groups.loaded(self.mailbox.version)
+
+    async def _batch_of(self, groups: Sequence[GroupInFlight], replaced: Sequence[GroupInFlight] = ()) -> Sampled:
         """Wait until groups are sampled and scored; after an error nothing is left running.
 
         Args:
             groups: become the batch.
             replaced: were sampled and scored for it, but are only measured.
         """
-        async with self._under_way.unless_it_fails(groups):
+        async with self._in_flight.unless_it_fails(groups):
             with span("rollout"):
-                sampled = await self._under_way.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                sampled = await self._in_flight.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
                 failures = [failure for group in sampled for failure in group.failures]
                 if not any(len(group.rows) for group in sampled):
                     raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
             if failures:
-                self._say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
+                self._watch.say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in sampled])
                 # The whole batch at once, not group by group: the last bits of a score depend on which rows are
                 # computed together, and the reward models may share their processes with the sampler.
-                models = ModelScores.of(await self._reward_models.scores(rows), self._config.reward)
-                scored_groups = await self._under_way.scores(groups)
+                models = ModelScores.of(await self._rewards.models.scores(rows), self._config.reward)
+                scored_groups = await self._in_flight.scores(groups)
                 scored = combine(scored_groups, max_failed=self._config.reward.max_failed, models=models)
         if scored.failures:
-            self._say(describe_failures(scored.failures))
+            self._watch.say(describe_failures(scored.failures))
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
         batch = scored.batch
@@ -256,14 +355,19 @@ class RolloutSource:
         if self._config.rollout.dynamic_sampling:
             kept = Mean(float(batch.scores.sum()), len(batch))
             measured = merge(measured, Metrics({"reward/kept_mean": kept}))
-        if 1 < len(self._sources) <= _MOST_SOURCES:
+        if 1 < len(self._prompts.train.sources) <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
         return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
+    def hurry(self) -> None:
+        """From now on give the reward function only a few seconds, because the run is ending."""
+        self._in_flight.hurry()
+
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""
-        await self._under_way.give_up(())
-        self._sampler.close()
+        self._following.cancel()
+        await self._in_flight.give_up(())
+        self._in_flight.close()
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
@@ -274,12 +378,14 @@ def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
     return OverlongPenalty(max_tokens=max_tokens, buffer=buffer, factor=config.reward.overlong.factor)
 
 
-def _stream_of(config: RunConfig, train: EncodedPrompts) -> PromptStream | Mixture:
-    """Return the order of the prompts: of one set, or of several with weights.
+def _stream_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:
+    """Return the order of the prompts: of one set, of several with weights, or as they come.
 
     Raises:
         DataError: a set with a weight has no prompts.
     """
+    if isinstance(train, StreamedPrompts):
+        return train
     weights = [weight for one in config.data.train if (weight := weight_of(one)) is not None]
     if not weights:
         return PromptStream(len(train.examples), config.seed, config.data.shuffle)

@@ -7,17 +7,53 @@ words for a group that is much slower than others. Must not know: what a batch i
 from __future__ import annotations
 
 import collections
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal
-from rallypoint.sampling.group import GroupUnderWay
+from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, TurnSampled
 from rallypoint.types import Mean, Metrics
 
 _MUCH_SLOWER = 10.0
 """Times as long as most others take."""
 _STEPS_BEFORE = 8
 """Steps that tell how long a group usually takes, where too few of the newest have ended."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Times:
+    """When what happened to a group, in seconds of one clock; None before it has."""
+
+    admitted: float
+    sampled: float | None = None
+    scored: float | None = None
+    turns: tuple[TurnSampled, ...] = ()
+    """Its responses, when it is sampled."""
+
+
+class Timed(Protocol):
+    """A group, as far as its times are told."""
+
+    @property
+    def index(self) -> int:
+        """Index of its prompt in the run."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name of its example."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Rank that samples it."""
+        ...
+
+    @property
+    def times(self) -> Times:
+        """When what happened to it."""
+        ...
 
 
 class Timekeeper:
@@ -35,6 +71,10 @@ class Timekeeper:
         self._taken: float | None = None
         self._took_before: collections.deque[list[float]] = collections.deque(maxlen=_STEPS_BEFORE)
 
+    def now(self) -> float:
+        """Return the time, in seconds of the clock."""
+        return self._clock()
+
     def loaded(self) -> None:
         """Take note that new weights were loaded."""
         self._loaded = self._clock()
@@ -43,7 +83,7 @@ class Timekeeper:
         """Take note that the trainer waits for a batch."""
         self._asked = self._clock()
 
-    def scored(self, group: GroupUnderWay) -> None:
+    def scored(self, group: Timed) -> None:
         """Take note that a group is scored."""
         times = group.times
         scored = GroupScored(
@@ -64,7 +104,7 @@ class Timekeeper:
         """Return the seconds from the start of the run to a time."""
         return 0.0 if time is None else round(time - self._began, 4)
 
-    def taken(self, step: int, groups: Sequence[GroupUnderWay], busy_s: Sequence[float]) -> Metrics:
+    def taken(self, step: int, groups: Sequence[Timed], busy_s: Sequence[float]) -> Metrics:
         """Take note that it has the batch of a step; return the shares of time since the one before.
 
         Args:
@@ -92,7 +132,7 @@ class Timekeeper:
             }
         )
 
-    def slowest(self, groups: Sequence[GroupUnderWay]) -> str | None:
+    def slowest(self, groups: Sequence[Timed]) -> str | None:
         """Say which group a step waits for; None unless others took a small part of its time.
 
         They are most groups of the step, or, while too few of it have ended, those of earlier steps. In the first step
@@ -119,6 +159,6 @@ class Timekeeper:
         )
 
 
-def _seconds(groups: Sequence[GroupUnderWay]) -> list[float]:
+def _seconds(groups: Sequence[Timed]) -> list[float]:
     """Return how long those groups took that are scored."""
     return [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.errors import StalenessError
-from rallypoint.sampling.groups import Groups, PromptsDone
-from rallypoint.sampling.over_sampling import OverSampledGroups
+from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 
 
 class Run:

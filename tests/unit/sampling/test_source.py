@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.algorithms import ADVANTAGES
 from rallypoint.config import load_config
 from rallypoint.data import EncodedPrompts, Example, Message
+from rallypoint.environments.environment import single_turn
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
@@ -26,11 +28,12 @@ from rallypoint.journal import Journal, RunBegan
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.roles.reward import RewardModels
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
-from rallypoint.sampling.group import AbandonedError
+from rallypoint.sampling.group import AbandonedError, Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Recorder, Replay, Schedule
-from rallypoint.sampling.source import RolloutSource
+from rallypoint.sampling.source import Prompts, RolloutSource
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
 
 P, G = 4, 2
@@ -90,24 +93,33 @@ class FakeTokenizer:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def make_source(mailbox, *, grader=None, max_failed=CONFIG.reward.max_failed, sampling=None, **options):
+FIRST_NUMBER = Inline(lambda solution_str, **row: float(solution_str.split()[0]))
+RLOO = ADVANTAGES["rloo"](whiten=False)
+NOWHERE = Journal(Path(os.devnull))
+
+
+def make_source(
+    mailbox,
+    *,
+    grader=FIRST_NUMBER,
+    max_failed=CONFIG.reward.max_failed,
+    sampling=None,
+    advantage=RLOO,
+    episode=single_turn,
+    say=lambda line: None,
+    journal=NOWHERE,
+    **patience,
+):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
+    train = EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ())
     reward = CONFIG.reward.model_copy(update={"max_failed": max_failed})
     return RolloutSource(
         CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
         mailbox,
-        train=EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ()),
-        validation=None,
-        tokenizer=cast("PreTrainedTokenizerBase", FakeTokenizer()),
-        stop_tokens=(0,),
-        grader=grader or Inline(lambda solution_str, **row: float(solution_str.split()[0])),
-        reward_models=RewardModels(CONFIG, None),
-        **{
-            "say": lambda line: None,
-            "journal": Journal(Path(os.devnull)),
-            "advantage": ADVANTAGES["rloo"](whiten=False),
-            **options,
-        },
+        Prompts(train, None, cast("PreTrainedTokenizerBase", FakeTokenizer()), (0,)),
+        Rewards(grader, RewardModels(CONFIG, None), advantage),
+        episode,
+        Watch(say, Timekeeper(time.monotonic, journal), **patience),
     )
 
 

@@ -3,13 +3,11 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from rallypoint.journal import Journal
-from rallypoint.sampling.group import GroupUnderWay, Times
-from rallypoint.sampling.timekeeper import Timekeeper
+from rallypoint.sampling.timekeeper import Timekeeper, Times
 
 NUM_RANKS = 2
 
@@ -28,8 +26,7 @@ def groups_of(num_prompts, *, took_s, admitted_s=0.0):
     """Return the groups of a step, of which those of rank 0 took so many seconds and those of rank 1 have not ended."""
     ranks = [(NUM_RANKS * (place + 1) - 1) // num_prompts for place in range(num_prompts)]  # as the role deals them
     ends = [admitted_s + took_s if rank == 0 else None for rank in ranks]
-    groups = [Group(index, rank, Times(admitted=admitted_s, scored=ends[index])) for index, rank in enumerate(ranks)]
-    return cast("list[GroupUnderWay]", groups)
+    return [Group(index, rank, Times(admitted=admitted_s, scored=ends[index])) for index, rank in enumerate(ranks)]
 
 
 def keeper_at(now):
