@@ -18,6 +18,7 @@ from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
+from rallypoint.roles.publishing import Stream, WrittenFolder
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
@@ -92,15 +93,16 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
             placement = Placement(config, runtime, pools, model, folder, rendezvous)
             actor = await Actor.create(placement, loss)
             rollouts = await Rollouts.create(placement)
-            assert rollouts.way == "memory", "they are on one node"
+            assert rollouts.transport.name == "memory", "they are on one node"
             actors, samplers = placement.groups["actor"], placement.groups["rollout"]
             assert all(await actors.call(ActorWorker.held)), "each has something to send"
-            for version, way in enumerate(("memory", "broadcast", "folder")):
+            transports = (Stream.of("memory", config), Stream.of("broadcast", config), WrittenFolder("folder"))
+            for version, transport in enumerate(transports):
                 # The same processes, with a line of their own.
-                actor, rollouts = Actor(config, actors, loss), Mailbox(Rollouts(samplers, way), Schedule())
+                actor, rollouts = Actor(config, actors, loss), Mailbox(Rollouts(samplers, transport), Schedule())
                 actor.version = version
                 gap, moved = await publish_twice(actor, rollouts)
-                assert gap < 1e-4 < 1e-2 < moved, way
+                assert gap < 1e-4 < 1e-2 < moved, transport.name
             await runtime.shutdown()
 
     asyncio.run(scenario())

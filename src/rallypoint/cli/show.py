@@ -30,7 +30,7 @@ from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan
-from rallypoint.plan.run_plan import describe_way, weights_way
+from rallypoint.plan.run_plan import describe_transport, transport_name
 from rallypoint.recipes.machine import (
     Machine,
     check_machine,
@@ -248,7 +248,9 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
     lines += describe_choices(loaded, machine)
-    lines += [f"published weights: {describe_way(weights_way(config))}", ""] if "rollout" in config.roles else []
+    lines += (
+        [f"published weights: {describe_transport(transport_name(config))}", ""] if "rollout" in config.roles else []
+    )
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 

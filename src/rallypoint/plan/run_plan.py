@@ -12,7 +12,7 @@ from rallypoint.config.shape import ModelShape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.plan.role_memory import RoleMemory, role_memory
 
-Way: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
+TransportName: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
 """Transport of weights from the actor to the rollout role; see `rallypoint.weights`."""
 
 
@@ -106,8 +106,8 @@ def make_plan(config: RunConfig) -> RunPlan:
     )
 
 
-def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
-    """Return the way that published weights take to the rollout role; None if only the placement can tell.
+def transport_name(config: RunConfig, num_nodes: int | None = None) -> TransportName | None:
+    """Return what carries published weights to the rollout role; None if only the placement can tell.
 
     Args:
         config: the run's.
@@ -127,13 +127,13 @@ def weights_way(config: RunConfig, num_nodes: int | None = None) -> Way | None:
     return "memory" if config.cluster.device == "cpu" else "ipc"
 
 
-def describe_way(way: Way | None) -> str:
-    """Return a way in words; None is one that the placement will tell.
+def describe_transport(name: TransportName | None) -> str:
+    """Return a transport in words; None is one that the placement will tell.
 
-    >>> describe_way("memory")
+    >>> describe_transport("memory")
     'memory (shared by the processes of a node)'
     """
-    if way is None:
+    if name is None:
         return "memory on one node, broadcast across nodes"
     words = {
         "shared": "rollouts are sampled from the actor's own",
@@ -142,7 +142,12 @@ def describe_way(way: Way | None) -> str:
         "broadcast": "to all ranks at once, over the network",
         "folder": "safetensors in the run's folder",
     }
-    return f"{way} ({words[way]})"
+    return f"{name} ({words[name]})"
+
+
+def is_streamed(config: RunConfig) -> bool:
+    """Whether ranks of the actor and of the rollout role meet to pass weights on."""
+    return transport_name(config) not in ("shared", "folder")
 
 
 def _num_nodes(config: RunConfig) -> int | None:

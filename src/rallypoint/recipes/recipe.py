@@ -35,7 +35,7 @@ from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.grader import Grader
 from rallypoint.journal import Journal
-from rallypoint.plan.run_plan import describe_way, weights_way
+from rallypoint.plan.run_plan import describe_transport, transport_name
 from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
@@ -108,8 +108,8 @@ class Setup:
             self.say(_NOT_EXACT)
         rollouts = await Rollouts.create(self.placement)
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
-        if weights_way(self.config) is None:
-            self.say(f"published weights: {describe_way(rollouts.way)}")
+        if transport_name(self.config) is None:
+            self.say(f"published weights: {describe_transport(rollouts.transport.name)}")
         times = Timekeeper(time.monotonic, self.journal)
         return RolloutSource(
             self.config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.observability import Spans
-from rallypoint.plan.run_plan import weights_way
+from rallypoint.plan.run_plan import transport_name
 from rallypoint.run import Completion, RunInfo, StepReport, read_metrics
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.rollouts import RolloutRecord
@@ -33,7 +33,7 @@ def run_info(config: RunConfig, folder: RunFolder, first: int) -> RunInfo:
     before, spec = read_metrics(folder.metrics) if first else [], RECIPES[config.recipe]
     watched, validated = config.watched[0][0], f"validation/{spec.validated}"
     ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
-    weights = f"; weights: {weights_way(config) or 'as placed'}" if "rollout" in config.roles else ""
+    weights = f"; weights: {transport_name(config) or 'as placed'}" if "rollout" in config.roles else ""
     return RunInfo(
         name=folder.path.name,
         algorithm=config.recipe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -24,17 +24,16 @@ from rallypoint.algorithms import (
     rows_with_signal,
 )
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
+from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, in_turn
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, TransportEnd, both, make_plan, share_published
-from rallypoint.roles.rollout import Subscriber
+from rallypoint.roles.publishing import PUBLISHED, Stream, StreamConnection, Subscriber, share_published
 from rallypoint.types import (
     ActorBatch,
     DistilledBatch,
@@ -64,7 +63,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
         self.num_frozen_steps = spec.config.num_frozen_steps
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
-        self._end, self._published = TransportEnd(context, spec), spec.folder.path / PUBLISHED
+        self._connection, self._published = StreamConnection(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
             self.turns.sleep_between(self.engine)
 
@@ -98,19 +97,19 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
 
     @broadcast
-    def connect(self, way: Way, plan: TransferPlan) -> None:
+    def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """Connect to the rollout ranks, if this rank has something to send that no other rank sends."""
-        self._end.close()
+        self._connection.close()
         place = plan.place_of_sender(self.context.rank)
         if place is not None and plan.members[place].receiver is None:
-            self._end.open(way, plan, place, self._exposed())
+            self._connection.open(stream, plan, place, self._exposed())
 
     @broadcast
-    def publish(self, version: int) -> None:
-        """Send this rank's part of the trained weights."""
-        if self._end.is_open:
+    def send(self, version: int) -> None:
+        """Send this rank's part of the trained weights, if it is connected."""
+        if self._connection.is_open:
             with self._open_source() as source:
-                self._end.transport.run(version, source, None, self.context.tick)
+                self._connection.transport.run(version, source, None, self.context.tick)
 
     @broadcast
     @in_turn()
@@ -160,7 +159,6 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         self, config: RunConfig, group: WorkerGroup[ActorWorker[BatchT]], loss: LossFunction[BatchT, TokenOutputs]
     ) -> None:
         super().__init__(config, group, loss)
-        self._is_line_open = False
         self._num_updates = 0
         self.is_published = asyncio.Event()
         """Set while the rollout role has the current weights."""
@@ -275,7 +273,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             await self._check_copies()
         await super().save(folder)
 
-    async def publish(self, subscriber: Subscriber) -> None:
+    async def publish(self, rollouts: Subscriber) -> None:
         """Give the rollout role the current weights.
 
         Raises:
@@ -283,19 +281,29 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             PublishError: they did not arrive in time.
         """
         await self._check_copies()
-        if subscriber.role.way == "shared":
-            await subscriber.load(self.version)
-        elif subscriber.role.way == "folder":
-            written = await self._group.call(ActorWorker.write_published, self.version)
-            await subscriber.load(self.version, written)
-            published_folder.remove_others(written)
-        else:
-            await self._stream(subscriber)
+        await rollouts.role.transport.publish(self, rollouts)
         self.is_published.set()
 
-    async def written(self, taker: RoleName) -> Path:
-        """Write the current weights for another role, and return their folder; that role removes it."""
-        return await self._group.call(ActorWorker.write_published, self.version, taker)
+    @property
+    def processes(self) -> Sequence[Process]:
+        """The processes of its ranks."""
+        return self._group.processes
+
+    async def written(self, taker: RoleName | None = None) -> Path:
+        """Write the current weights, and return their folder; another role for which this is done removes it."""
+        return await self._group.call(ActorWorker.write_published, self.version, taker or "")
+
+    async def held(self) -> Sequence[Mapping[str, Held]]:
+        """See `Publisher`."""
+        return await self._group.call(ActorWorker.held)
+
+    async def connect(self, stream: Stream, plan: TransferPlan) -> None:
+        """See `Publisher`."""
+        await self._group.call(ActorWorker.connect, stream, plan)
+
+    async def send(self) -> None:
+        """See `Publisher`."""
+        await self._group.call(ActorWorker.send, self.version)
 
     async def _check_copies(self) -> None:
         """Compare the weights of ranks that should hold equal ones."""
@@ -308,14 +316,3 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         if len(different) > axes["dp_shard"] * axes["tp"]:
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
-
-    async def _stream(self, subscriber: Subscriber) -> None:
-        """Send weights while they are loaded."""
-        rollouts = subscriber.role
-        if not self._is_line_open:
-            held = await self._group.call(ActorWorker.held)
-            plan = make_plan(self._config, rollouts.way, held, self._group.processes, rollouts.processes)
-            await both(self._group.call(ActorWorker.connect, rollouts.way, plan), rollouts.connect(plan))
-        self._is_line_open = False  # after an error it is opened again
-        await both(self._group.call(ActorWorker.publish, self.version), subscriber.load(self.version))
-        self._is_line_open = True

@@ -24,7 +24,7 @@ from rallypoint.errors import PlacementError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
-from rallypoint.plan.run_plan import weights_way
+from rallypoint.plan.run_plan import is_streamed
 from rallypoint.roles.colocated import TurnTaker
 from rallypoint.types import Metrics, merge
 
@@ -202,8 +202,7 @@ def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
     Raises:
         RendezvousError: it cannot be opened.
     """
-    publishing = weights_way(config) not in ("shared", "folder")
-    if not publishing and all(config.num_ranks(role) == 1 for role in config.roles):
+    if not is_streamed(config) and all(config.num_ranks(role) == 1 for role in config.roles):
         return None
     kind, scope = config.cluster.rendezvous, f"rallypoint-{uuid.uuid4().hex}"
     if "://" in kind:

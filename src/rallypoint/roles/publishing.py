@@ -1,7 +1,7 @@
-"""How weights get from the actor's ranks to those of the rollout role, as the driver and the workers see it.
+"""How weights get from the actor's ranks to those of the rollout role: one object for each way, for both ends.
 
-Owns: which processes take part in a transport (`weights`), and which of two errors is the cause. Must not know: what
-travels.
+Owns: what the driver does to `publish` and a rank to `load`, which processes take part in a stream (`weights`), and
+which of two errors is the cause. Must not know: what travels.
 
 A process that has a rank of both roles takes part once: its rollout worker sends what the actor worker has left
 (`ActorParts`) while it takes over what comes. A process executes its calls one after another, so two of them could not
@@ -10,17 +10,21 @@ wait for each other.
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import dataclasses
 import itertools
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
-from rallypoint.errors import PlacementError, WorkerError
+from rallypoint.errors import PlacementError, WeightsMismatchError, WorkerError
 from rallypoint.models import ModelShard
-from rallypoint.plan.run_plan import Way, weights_way
+from rallypoint.plan.run_plan import TransportName, transport_name
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
     HEADER_BYTES,
@@ -32,31 +36,187 @@ from rallypoint.weights import (
     TransferPlan,
     Transport,
     join,
+    published_folder,
     share_trained,
 )
+from rallypoint.weights.manifest import Checksum
 from rallypoint.weights.transports import BUCKET_BYTES
 
 PUBLISHED = "published"
-"""Folder within that of the run, for the way `folder`."""
+"""Folder within that of the run, for weights that are written."""
 
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""
 _NUMBERS = itertools.count(1)
 
 
-class TransportEnd:
-    """A worker's end of the transport, which it opens at the first publish, and again after one that failed."""
+class Publisher(Protocol):
+    """The actor, as a transport sees it."""
+
+    version: int
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """The processes of its ranks."""
+        ...
+
+    async def written(self) -> Path:
+        """Write the weights into a folder that all nodes see, and return it."""
+        ...
+
+    async def held(self) -> Sequence[Mapping[str, Held]]:
+        """Return what each rank holds of the weights."""
+        ...
+
+    async def connect(self, stream: Stream, plan: TransferPlan) -> None:
+        """Connect every rank that sends something."""
+        ...
+
+    async def send(self) -> None:
+        """Have every rank that is connected send its weights."""
+        ...
+
+
+class Receivers(Protocol):
+    """The ranks of the rollout role, as a transport sees them."""
+
+    @property
+    def transport(self) -> WeightTransport:
+        """What carries weights to them."""
+        ...
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """The processes of the ranks."""
+        ...
+
+    async def connect(self, stream: Stream, plan: TransferPlan) -> None:
+        """Connect every rank to those that send."""
+        ...
+
+
+class Subscriber(Protocol):
+    """What weights are published to: it stands in front of the rollout role, so that they arrive between two slices."""
+
+    @property
+    def role(self) -> Receivers:
+        """The role."""
+        ...
+
+    async def load(self, version: int, published: Path | None = None) -> None:
+        """Have every rank load a version, see `WeightTransport.load`."""
+        ...
+
+
+class Replica(Protocol):
+    """One rank of the rollout role, as a transport sees it."""
+
+    shares_actor: bool
+    """Whether its tensors are the actor's own."""
+
+    def read(self, version: int, published: Path) -> None:
+        """Read the weights from a folder."""
+        ...
+
+    def receive(self, version: int) -> None:
+        """Take the weights over as they arrive."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class WeightTransport(abc.ABC):
+    """A way of weights from the actor to the rollout role."""
+
+    name: TransportName
+
+    @abc.abstractmethod
+    async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
+        """Give the rollout role the actor's weights; on the driver."""
+
+    @abc.abstractmethod
+    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+        """Have a rank take them over; in its process.
+
+        Raises:
+            WeightsMismatchError: they are damaged, incomplete, or of another version or model.
+        """
+
+
+@dataclasses.dataclass(slots=True)
+class SharedTensors(WeightTransport):
+    """The rollout role samples from the actor's own tensors: nothing travels."""
+
+    async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
+        """See `WeightTransport`."""
+        await subscriber.load(actor.version)
+
+    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+        """See `WeightTransport`."""
+        del published
+        if not rank.shares_actor:
+            raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
+
+
+@dataclasses.dataclass(slots=True)
+class WrittenFolder(WeightTransport):
+    """The actor's first rank writes a folder, which every rank reads."""
+
+    async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
+        """See `WeightTransport`."""
+        written = await actor.written()
+        await subscriber.load(actor.version, written)
+        published_folder.remove_others(written)
+
+    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+        """See `WeightTransport`."""
+        assert published is not None, "`publish` has written it"
+        rank.read(version, published)
+
+
+@dataclasses.dataclass(slots=True)
+class Stream(WeightTransport):
+    """The actor's ranks send while those of the rollout role load, over a `Transport`."""
+
+    checksum: Checksum
+    timeout_s: float
+    """Seconds to wait for another member."""
+    is_open: bool = False
+    """Whether all ranks are connected."""
+
+    @classmethod
+    def of(cls, name: TransportName, config: RunConfig) -> Stream:
+        """Return one that is not open."""
+        checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
+        return cls(name, checksum, config.cluster.call_timeout_s)
+
+    async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
+        """See `WeightTransport`."""
+        if not self.is_open:
+            plan = make_plan(self, await actor.held(), actor.processes, subscriber.role.processes)
+            await both(actor.connect(self, plan), subscriber.role.connect(self, plan))
+        self.is_open = False  # after an error it is opened again
+        await both(actor.send(), subscriber.load(actor.version))
+        self.is_open = True
+
+    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+        """See `WeightTransport`."""
+        del published
+        rank.receive(version)
+
+
+class StreamConnection:
+    """A worker's end of a stream, which it opens at the first publish, and again after one that failed."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         self._context, self._spec = context, spec
         self._transport: Transport | None = None
 
-    def open(self, way: Way, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
+    def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
         """Meet the others, who read what is exposed from where it is."""
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
         device = self._spec.config.cluster.device
-        self._transport = join(way, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
+        self._transport = join(stream.name, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
     @property
     def is_open(self) -> bool:
@@ -85,32 +245,33 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
         config: of the run.
         shard: of the actor, before an engine has it.
     """
-    may_stay = config.cluster.device == "cpu" and weights_way(config) in ("memory", None)
+    may_stay = config.cluster.device == "cpu" and transport_name(config) in ("memory", None)
     if not may_stay or "actor" in config.sleeping or shard.sharding.half is not None:
         return None
     return share_trained(shard.model)
 
 
-def way_between(config: RunConfig, actor: Sequence[Process], rollout: Sequence[Process]) -> Way:
-    """Return the way that weights take from some processes to others.
+def transport_between(config: RunConfig, actor: Sequence[Process], rollout: Sequence[Process]) -> WeightTransport:
+    """Return what carries weights from some processes to others.
 
     Raises:
         PlacementError: the config names one that does not lead there.
     """
     nodes = {process.info.node_id: process.info.node for process in (*actor, *rollout)}
-    way = weights_way(config, len(nodes))
-    assert way is not None, "it is known where the processes are"
-    if way in ("memory", "ipc") and len(nodes) > 1:
+    name = transport_name(config, len(nodes))
+    assert name is not None, "it is known where the processes are"
+    if name in ("memory", "ipc") and len(nodes) > 1:
         raise PlacementError(
-            f"rollout.weights={way} leads from process to process of one node, but actor and rollout are on "
+            f"rollout.weights={name} leads from process to process of one node, but actor and rollout are on "
             f"{len(nodes)} ({', '.join(sorted(nodes.values()))}); expected auto, broadcast or folder"
         )
-    return way
+    if name == "shared":
+        return SharedTensors(name)
+    return WrittenFolder(name) if name == "folder" else Stream.of(name, config)
 
 
 def make_plan(
-    config: RunConfig,
-    way: Way,
+    stream: Stream,
     held: Sequence[Mapping[str, Held]],
     actor: Sequence[Process],
     rollout: Sequence[Process],
@@ -118,21 +279,20 @@ def make_plan(
     """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
     Args:
-        config: of the run.
-        way: that the weights take.
+        stream: that they take part in.
         held: by the ranks of the actor.
         actor: the processes of its ranks.
         rollout: the processes of the rollout role's ranks.
     """
-    checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
-    manifest = Manifest.of(held, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES, checksum=checksum)
+    bucket_bytes = BUCKET_BYTES[stream.name] + HEADER_BYTES
+    manifest = Manifest.of(held, bucket_bytes=bucket_bytes, checksum=stream.checksum)
     roots = {bucket.sender for bucket in manifest.buckets}
     takers = {id(process): rank for rank, process in enumerate(rollout)}
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
-    name = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
-    return TransferPlan(name, members, manifest, config.cluster.call_timeout_s)
+    meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
+    return TransferPlan(meeting, members, manifest, stream.timeout_s)
 
 
 async def both(*calls: Awaitable[None]) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -23,11 +22,10 @@ from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
-from rallypoint.plan.run_plan import Way
 from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, make_room_for_neighbour
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import TransportEnd, way_between
+from rallypoint.roles.publishing import SharedTensors, Stream, StreamConnection, WeightTransport, transport_between
 from rallypoint.roles.rank_engine import RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
@@ -40,8 +38,8 @@ class RolloutWorker(TurnTaker):
         config = spec.config
         spec.prepare(context)
         self.turns = Turns(context)
-        self._spec, self._context, self._shares_actor = spec, context, shares_actor
-        self._end, self._actor = TransportEnd(context, spec), ActorParts.find(context)
+        self._spec, self._context, self.shares_actor = spec, context, shares_actor
+        self._connection, self._actor = StreamConnection(context, spec), ActorParts.find(context)
         self._problem: str | None = None
         self._until, self._sampling = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_sampling = False
@@ -60,7 +58,7 @@ class RolloutWorker(TurnTaker):
         self._guests: RankEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
-        if not self._shares_actor:
+        if not self.shares_actor:
             return spec.load_policy(context)
         assert self._actor is not None, "an actor worker came to life here before"
         if "actor" in spec.config.sleeping:
@@ -187,7 +185,7 @@ class RolloutWorker(TurnTaker):
             raise WeightsMismatchError(f"{self._problem}, so that nothing is sampled until another one has been")
 
     @broadcast
-    def connect(self, way: Way, plan: TransferPlan) -> None:
+    def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """Check that the weights are those of this model, then connect to the ranks that send them.
 
         Raises:
@@ -196,11 +194,13 @@ class RolloutWorker(TurnTaker):
         plan.manifest.check(trained_weights(self._model))
         self._plan, self._place = plan, plan.place_of_receiver(self._context.rank)
         sends = plan.members[self._place].sender is not None
-        self._end.open(way, plan, self._place, self._actor.exposed() if sends and self._actor is not None else None)
+        self._connection.open(
+            stream, plan, self._place, self._actor.exposed() if sends and self._actor is not None else None
+        )
 
     @broadcast
-    def load(self, version: int, published: Path | None) -> None:
-        """Load new weights: from a folder, over the transport, or, if the actor's own tensors are used, those in place.
+    def load(self, version: int, transport: WeightTransport, published: Path | None) -> None:
+        """Load new weights, as their transport does.
 
         Running requests continue with them. While tensors arrive the model has no version; after an error it keeps
         none, and nothing is sampled until a complete version has been loaded.
@@ -209,52 +209,54 @@ class RolloutWorker(TurnTaker):
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
         """
         self._problem = f"version {version} was not loaded whole"
-        if self._server is not None and published is not None:
-            self._server.load_folder(version, published)
-        elif self._shard is not None and published is not None:
-            published_folder.read(self._shard, published, version)
-        elif self._end.is_open:
-            self._take_over(version)
-        elif not self._shares_actor:
-            raise WeightsMismatchError(f"version {version} was published without weights to a rank with its own copy")
+        transport.load(self, version, published)
         if self._server is None:
             self._engine.load(version, None)
         self._problem = None
 
-    def _take_over(self, version: int) -> None:
+    def read(self, version: int, published: Path) -> None:
+        """See `Replica`."""
+        if self._server is not None:
+            self._server.load_folder(version, published)
+        else:
+            assert self._shard is not None, "who has no server has the model"
+            published_folder.read(self._shard, published, version)
+
+    def receive(self, version: int) -> None:
+        """See `Replica`."""
         sink = Receiver(self._plan.manifest, trained_weights(self._model), version)
         with contextlib.ExitStack() as open_sources:
             source = None
             if self._plan.members[self._place].sender is not None:
                 assert self._actor is not None, "the actor's rank of this process left its parts"
                 source = open_sources.enter_context(self._actor.open_source())
-            self._end.transport.run(version, source, sink, self._context.tick)
+            self._connection.transport.run(version, source, sink, self._context.tick)
         sink.finish()
 
 
 class Rollouts:
     """The sampling role as the driver sees it; `Mailbox` calls it."""
 
-    def __init__(self, group: WorkerGroup[RolloutWorker], way: Way) -> None:
+    def __init__(self, group: WorkerGroup[RolloutWorker], transport: WeightTransport) -> None:
         self._group = group
-        self.way: Way = way
-        """How published weights reach this role; "shared" when it samples from the actor's own tensors."""
+        self.transport = transport
+        """What carries published weights to this role."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
         """Start the workers; the actor's must be running already.
 
         Raises:
-            PlacementError: the way that rollout.weights names cannot connect the processes of the two roles.
+            PlacementError: what rollout.weights names cannot connect the processes of the two roles.
         """
         shares_actor = placement.config.rollout_shares_actor
         group = await placement.group("rollout", RolloutWorker, shares_actor)
-        return cls(group, way_between(placement.config, placement.groups["actor"].processes, group.processes))
+        return cls(group, transport_between(placement.config, placement.groups["actor"].processes, group.processes))
 
     @property
     def shares_actor(self) -> bool:
         """Whether it samples from the actor's own tensors."""
-        return self.way == "shared"
+        return isinstance(self.transport, SharedTensors)
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -285,23 +287,10 @@ class Rollouts:
         """Have all ranks sample for persons for a slice."""
         return await self._group.call(RolloutWorker.advance_guests, asked)
 
-    async def connect(self, plan: TransferPlan) -> None:
+    async def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """Connect every rank to the ranks that send weights."""
-        await self._group.call(RolloutWorker.connect, self.way, plan)
+        await self._group.call(RolloutWorker.connect, stream, plan)
 
     async def load(self, version: int, published: Path | None = None) -> None:
-        """Load new weights on every rank: from a folder, or as they arrive."""
-        await self._group.call(RolloutWorker.load, version, published)
-
-
-class Subscriber(Protocol):
-    """What weights are published to: it stands in front of the rollout role, so that they arrive between two slices."""
-
-    @property
-    def role(self) -> Rollouts:
-        """The role."""
-        ...
-
-    async def load(self, version: int, published: Path | None = None) -> None:
-        """See `Rollouts.load`."""
-        ...
+        """Load new weights on every rank."""
+        await self._group.call(RolloutWorker.load, version, self.transport, published)

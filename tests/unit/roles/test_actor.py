@@ -21,7 +21,7 @@ from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED
+from rallypoint.roles.publishing import PUBLISHED, SharedTensors
 from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.rollout import RolloutWorker
@@ -136,7 +136,7 @@ def test_beside_an_unsharded_actor_rollouts_are_sampled_from_its_own_memory_and_
     rollout = RolloutWorker(context, spec, shares_actor=True)
     before = sample(rollout, 4, 9, version=0)
     worker.train(cut(judged(worker), num_epochs=3), 20)
-    rollout.load(3, None)
+    rollout.load(3, SharedTensors("shared"), None)
     owned, sampled = worker.engine.shard.trained(), trained_weights(rollout._model)
     assert owned.keys() == sampled.keys()
     for name, weight in owned.items():

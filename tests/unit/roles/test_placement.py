@@ -11,10 +11,10 @@ from rallypoint.cluster import Mesh, WorkerContext, merge
 from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
 from rallypoint.errors import PlacementError
-from rallypoint.plan.run_plan import weights_way
+from rallypoint.plan.run_plan import transport_name
 from rallypoint.recipes.machine import pools_of
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import way_between
+from rallypoint.roles.publishing import transport_between
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +108,10 @@ def test_weights_take_a_way_that_fits_where_the_roles_are(host_on):
         ((*split, "cluster.device=cuda"), (here, here), "ipc"),
         ((*split, "rollout.weights=folder"), (here, here), "folder"),
     ):
-        assert way_between(load_config("digits", overrides).config, *nodes) == way
+        assert transport_between(load_config("digits", overrides).config, *nodes).name == way
     forced = load_config("digits", (*split, "rollout.weights=memory", "cluster.address=auto")).config
     with pytest.raises(PlacementError, match=r"rollout.weights=memory leads .* of one node, but .* are on 2 \(a, b\)"):
-        way_between(forced, here, there)
+        transport_between(forced, here, there)
 
 
 def test_the_way_of_weights_is_known_before_the_placement_where_the_config_says_enough():
@@ -123,4 +123,4 @@ def test_the_way_of_weights_is_known_before_the_placement_where_the_config_says_
         (("cluster.pools={main: [1, 1]}", "actor.mesh.dp_shard=2", "critic.mesh.dp_shard=2", there), "broadcast"),
         (("cluster.pools={main: [2]}", "actor.mesh.tp=2", there), "memory"),
     ):
-        assert weights_way(load_config("digits", overrides).config) == way
+        assert transport_name(load_config("digits", overrides).config) == way
