@@ -9,7 +9,7 @@ from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.plan.run_plan import make_plan
-from rallypoint.roles.colocated import Turns, make_room_for_neighbour
+from rallypoint.roles.colocated import MemoryLease, make_room_for_neighbour
 from rallypoint.roles.engines import _memory_share, keeps_memory, planned_cache
 
 DEVICE, TOKEN_BYTES, LIMIT = torch.device("pretend:1"), 1000, 1_000_000
@@ -36,17 +36,17 @@ def context():
 
 
 def test_what_sleeps_leaves_its_memory_to_a_neighbour_and_to_nobody_without_one(pretend, context):
-    turns, sleeper = Turns(context), Sleeper()
-    turns.sleep_between(sleeper)
-    with turns.turn():
+    lease, sleeper = MemoryLease(context), Sleeper()
+    lease.sleep_between(sleeper)
+    with lease.held():
         assert not sleeper.is_asleep
     assert pretend.kernels["empty_cache"] == 0, "torch keeps it for the next role of this process"
     make_room_for_neighbour(context)
     assert pretend.kernels["empty_cache"] == 1, "before the neighbour looks what is free"
-    with turns.turn():
+    with lease.held():
         assert pretend.kernels["empty_cache"] == 1
     assert pretend.kernels["empty_cache"] == 2
-    other = Turns(context)
+    other = MemoryLease(context)
     other.sleep_between(Sleeper())
     assert pretend.kernels["empty_cache"] == 3, "a role that comes later in the same process"
 

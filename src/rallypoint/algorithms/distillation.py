@@ -76,9 +76,9 @@ class DistillationLoss:
         if self.name == "policy_gradient":
             total = self.objective(tokens, correction=correction).sum
         elif rows.top_tokens is not None and rows.top_logprobs is not None:
-            assert outputs.beside is not None, "`ActorWorker.forward` asks for them"
+            assert outputs.top_k_logprobs is not None, "`ActorWorker.forward` asks for them"
             top = torch.where(judged.unsqueeze(1), inputs.at_tokens(rows.top_logprobs), -torch.inf)
-            lost = top_divergence(self.name, outputs.beside, top)
+            lost = top_divergence(self.name, outputs.top_k_logprobs, top)
             total = torch.where(judged, lost, 0.0).sum(dtype=torch.float64)
             mass = float(torch.where(judged, top.exp().sum(1), 0.0).sum(dtype=torch.float64))
             watched = merge(watched, Metrics({"teacher_mass": Mean(mass, num_judged)}))

@@ -45,7 +45,7 @@ class TokenOutputs:
     """[N] float32 (float64 of a float64 model), at the temperature of the rollouts."""
     entropy: Tensor
     """[N], same dtype: entropy, in nats, of the distribution that the token was drawn from."""
-    beside: Tensor | None = None
+    top_k_logprobs: Tensor | None = None
     """[N, M]: logprobs of M other tokens in place of each, if the rows name them (`DistilledBatch.top_tokens`)."""
 
 

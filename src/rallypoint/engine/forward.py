@@ -128,15 +128,15 @@ class TokenStream:
         )
         return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
 
-    def targets(self, beside: Tensor | None = None) -> Tensor:
+    def targets(self, top_k_tokens: Tensor | None = None) -> Tensor:
         """Return the tokens that `states` chose: [n] int64, with the same filler; [n, 1 + M] with M others of each.
 
         Args:
-            beside: [N, M] int64, other tokens in place of those at the positions.
+            top_k_tokens: [N, M] int64, other tokens in place of those at the positions.
         """
         targets = self._targets
-        if beside is not None:
-            targets = torch.cat([targets.unsqueeze(1), beside[self._own]], 1)
+        if top_k_tokens is not None:
+            targets = torch.cat([targets.unsqueeze(1), top_k_tokens[self._own]], 1)
         num_filler = self._size(len(targets)) - len(targets)
         return sent(torch.cat([targets, targets.new_zeros(num_filler, *targets.shape[1:])]), self._model.device)
 
@@ -153,7 +153,7 @@ class TokenStream:
 
 
 def policy_outputs(
-    shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, beside: Tensor | None = None
+    shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, top_k_tokens: Tensor | None = None
 ) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
 
@@ -164,20 +164,22 @@ def policy_outputs(
         batch: any rows.
         positions: [N] int64, of the tokens.
         temperature: that logits are divided by.
-        beside: [N, M] int64: other tokens in place of each, whose logprobs are asked for, too.
+        top_k_tokens: [N, M] int64: other tokens in place of each, whose logprobs are asked for, too.
 
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
     head, softcap = _product(shard), logit_softcap(shard.model.config)
     stream = TokenStream(shard, batch, positions)
-    states, targets = stream.states(), stream.targets(beside)
+    states, targets = stream.states(), stream.targets(top_k_tokens)
     if isinstance(head, VocabParallelLinear):
         logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
     else:
         logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature, softcap=softcap)
     logprobs, entropy = stream.join(logprobs), stream.join(entropy)
-    return TokenOutputs(logprobs, entropy) if beside is None else TokenOutputs(logprobs[:, 0], entropy, logprobs[:, 1:])
+    if top_k_tokens is None:
+        return TokenOutputs(logprobs, entropy)
+    return TokenOutputs(logprobs[:, 0], entropy, logprobs[:, 1:])
 
 
 def likeliest_tokens(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, num: int) -> Tensor:

@@ -28,7 +28,7 @@ from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.roles.colocated import ActorParts, Turns, in_turn
+from rallypoint.roles.colocated import ActorParts, MemoryLease, with_lease
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
@@ -56,7 +56,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[BatchT, TokenOutputs]) -> None:
         spec.prepare(context)
-        self.turns = Turns(context)
+        self.lease = MemoryLease(context)
         with spec.meeting(context) as mesh:
             model = spec.load_policy(context, mesh)
         self._shared = share_published(spec.config, model)
@@ -65,28 +65,28 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
         self._connection, self._published = StreamConnection(context, spec), spec.folder.path / PUBLISHED
         if "actor" in spec.config.sleeping:
-            self.turns.sleep_between(self.engine)
+            self.lease.sleep_between(self.engine)
 
     @shard
-    @in_turn()
+    @with_lease()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
         return [self.engine.evaluate(part, lambda rows, at: self.forward(rows, at).logprobs) for part in parts]
 
     @shard
-    @in_turn()
+    @with_lease()
     def likeliest(self, parts: list[Sequences], num: int) -> list[PerToken]:
         """Return what the policy might have said in place of every trained token, see `likeliest_tokens`."""
         return likeliest_of(self.engine, parts, self.config.temperature, num)
 
     @collect
-    @in_turn()
+    @with_lease()
     def fingerprint(self) -> str:
         """Return a digest of this rank's part of the trained weights."""
         return fingerprint(self.engine.shard.trained())
 
     @collect
-    @in_turn()
+    @with_lease()
     def held(self) -> dict[str, Held]:
         """Return which parts of the trained weights this rank holds, and the dtype that they are published in."""
         return self._held()
@@ -112,7 +112,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
                 self._connection.transport.run(version, source, None, self.context.tick)
 
     @broadcast
-    @in_turn()
+    @with_lease()
     def write_published(self, version: int, below: str = "") -> Path:
         """Write the trained weights into a folder that all nodes see, and return it; the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():
@@ -124,15 +124,15 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @contextlib.contextmanager
     def _open_source(self) -> Iterator[Sender]:
-        """Take the turn of this role, and offer its weights for sending."""
-        with self.turns.turn():
+        """Take the memory for this role, and offer its weights for sending."""
+        with self.lease.held():
             yield Sender(self.engine.shard.trained())
 
     def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:
         """Return logprobs and entropies at the temperature of the rollouts."""
-        beside = rows.top_tokens if isinstance(rows, DistilledBatch) else None
-        beside = None if beside is None else beside[at]
-        return policy_outputs(self.engine.shard, rows, at, self.config.temperature, beside)
+        top_k_tokens = rows.top_tokens if isinstance(rows, DistilledBatch) else None
+        top_k_tokens = None if top_k_tokens is None else top_k_tokens[at]
+        return policy_outputs(self.engine.shard, rows, at, self.config.temperature, top_k_tokens)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
         """In the first pass over rollouts, compare its logprobs with the judging pass's; without one, the sampler's."""

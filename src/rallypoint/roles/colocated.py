@@ -1,7 +1,7 @@
-"""What colocated roles share: the memory of their process, which they hold in turns, and the actor's weights.
+"""What colocated roles share: the memory of their process, which one of them leases at a time, and the actor's weights.
 
 Owns: which role is awake, and what a role leaves for the others of its process. Must not know: what the roles compute.
-Invariant: of the roles of a process at most one has a turn, so an update never meets sampling that is under way.
+Invariant: of the roles of a process at most one has the lease, so an update never meets sampling that is under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.types import Metrics
 from rallypoint.weights import Exposed, Sender
 
-TakerT = TypeVar("TakerT", bound="TurnTaker")
+HolderT = TypeVar("HolderT", bound="LeaseHolder")
 Params = ParamSpec("Params")
 ResultT = TypeVar("ResultT")
 
@@ -57,8 +57,8 @@ class _ProcessMemory:
     """Bytes that were taken before the first role came to life."""
     has_neighbour: bool = False
     """Whether another process needs the accelerator while the roles of this one sleep."""
-    holder: Turns | None = None
-    """Turns of the role that is awake."""
+    holder: MemoryLease | None = None
+    """Lease of the role that is awake."""
 
     @staticmethod
     def of(context: WorkerContext) -> _ProcessMemory:
@@ -79,7 +79,7 @@ def make_room_for_neighbour(context: WorkerContext) -> None:
     memory.release(torch.device(context.device))
 
 
-class Turns:
+class MemoryLease:
     """When a role holds the memory of its process, and how much."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -90,17 +90,17 @@ class Turns:
         self._sleepers: tuple[TrainingEngine[Any], ...] = ()
 
     def sleep_between(self, *engines: TrainingEngine[Any]) -> None:
-        """Put engines to sleep now, and whenever a turn is over."""
+        """Put engines to sleep now, and whenever the lease is given back."""
         self._sleepers = engines
         for engine in engines:
             engine.sleep()
         self._memory.release(self._device)
 
     @contextlib.contextmanager
-    def turn(self, *, to_train: bool = False) -> Iterator[None]:
+    def held(self, *, to_train: bool = False) -> Iterator[None]:
         """Hold the process for a while; what the optimizer remembers wakes `to_train` only."""
         outer = self._memory.holder
-        assert outer in (None, self), f"{self._role} wants a turn while {outer._role if outer else ''} has one"
+        assert outer in (None, self), f"{self._role} wants the memory while {outer._role if outer else ''} has it"
         self._memory.holder = self
         try:
             with self._meter.measured():
@@ -117,7 +117,7 @@ class Turns:
         self._memory.release(self._device)
 
     def metrics(self, beside_bytes: int = 0) -> Metrics:
-        """Return the peak of the turns since this was last asked.
+        """Return the peak while it was held since this was last asked.
 
         Args:
             beside_bytes: private memory of another process that works for the role; on a CPU it is the role's, too.
@@ -125,28 +125,28 @@ class Turns:
         return self._meter.take(beside_bytes if self._device.type == "cpu" else 0)
 
 
-class TurnTaker:
+class LeaseHolder:
     """A worker whose memory is measured."""
 
-    turns: Turns
+    lease: MemoryLease
 
     @collect
     def memory(self) -> Metrics:
         """Return `memory_gib`, the peak of the calls since this was last asked."""
-        return self.turns.metrics()
+        return self.lease.metrics()
 
 
-def in_turn(
+def with_lease(
     *, to_train: bool = False
-) -> Callable[[Callable[Concatenate[TakerT, Params], ResultT]], Callable[Concatenate[TakerT, Params], ResultT]]:
-    """Run a worker's method as a turn of its role."""
+) -> Callable[[Callable[Concatenate[HolderT, Params], ResultT]], Callable[Concatenate[HolderT, Params], ResultT]]:
+    """Run a worker's method while its role holds the memory of the process."""
 
     def decorate(
-        method: Callable[Concatenate[TakerT, Params], ResultT],
-    ) -> Callable[Concatenate[TakerT, Params], ResultT]:
+        method: Callable[Concatenate[HolderT, Params], ResultT],
+    ) -> Callable[Concatenate[HolderT, Params], ResultT]:
         @functools.wraps(method)
-        def run(self: TakerT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
-            with self.turns.turn(to_train=to_train):
+        def run(self: HolderT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
+            with self.lease.held(to_train=to_train):
                 return method(self, *args, **kwargs)
 
         return run

@@ -9,7 +9,7 @@ from rallypoint.algorithms import LossFunction, explained_variance
 from rallypoint.cluster import WorkerContext, shard
 from rallypoint.engine import critic_values
 from rallypoint.model_files import fresh, load_critic
-from rallypoint.roles.colocated import Turns, in_turn
+from rallypoint.roles.colocated import MemoryLease, with_lease
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import Learner, LearnerWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -22,7 +22,7 @@ class CriticWorker(LearnerWorker[CriticBatch, Tensor]):
     def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[CriticBatch, Tensor]) -> None:
         config = spec.config
         spec.prepare(context)
-        self.turns = Turns(context)
+        self.lease = MemoryLease(context)
         path = config.critic.path or spec.model_path
         with spec.meeting(context) as mesh:
             model = load_critic(
@@ -36,10 +36,10 @@ class CriticWorker(LearnerWorker[CriticBatch, Tensor]):
             )
         super().__init__(context, spec, model, path, config.critic.optimizer, loss)
         if "critic" in config.sleeping:
-            self.turns.sleep_between(self.engine)
+            self.lease.sleep_between(self.engine)
 
     @shard
-    @in_turn()
+    @with_lease()
     def values(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the value of every state in which a trained token of some parts of a batch was chosen."""
         return [self.engine.evaluate(part, self.forward) for part in parts]

@@ -13,7 +13,7 @@ from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import TrainingEngine
 from rallypoint.models import ModelShard
 from rallypoint.plan.run_plan import attention_cost
-from rallypoint.roles.colocated import Turns, TurnTaker
+from rallypoint.roles.colocated import LeaseHolder, MemoryLease
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.types import PerToken, Sequences
@@ -21,14 +21,14 @@ from rallypoint.types import PerToken, Sequences
 WorkerT = TypeVar("WorkerT", bound="FrozenWorker")
 
 
-class FrozenWorker(TurnTaker, abc.ABC):
+class FrozenWorker(LeaseHolder, abc.ABC):
     """One rank: an engine without an optimizer for each model."""
 
     role: ClassVar[RoleName]
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         spec.prepare(context)
-        self.turns = Turns(context)
+        self.lease = MemoryLease(context)
         config = spec.config.engine
         self.engines: list[TrainingEngine[Sequences]] = [
             TrainingEngine(
@@ -41,7 +41,7 @@ class FrozenWorker(TurnTaker, abc.ABC):
             for model in self.load(context, spec)
         ]
         if self.role in spec.config.sleeping:
-            self.turns.sleep_between(*self.engines)
+            self.lease.sleep_between(*self.engines)
 
     @property
     def engine(self) -> TrainingEngine[Sequences]:

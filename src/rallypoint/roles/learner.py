@@ -32,7 +32,7 @@ from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
 from rallypoint.plan.run_plan import attention_cost
-from rallypoint.roles.colocated import TurnTaker, in_turn
+from rallypoint.roles.colocated import LeaseHolder, with_lease
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.types import Mean, Metrics, Sequences, merge
@@ -42,7 +42,7 @@ OutputsT = TypeVar("OutputsT")
 WorkerT = TypeVar("WorkerT", bound="LearnerWorker[Any, Any]")
 
 
-class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
+class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
     """One rank of a model that is trained."""
 
     num_frozen_steps = 0
@@ -85,7 +85,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
         return total, merge(metrics, self.check(outputs, inputs))
 
     @shard
-    @in_turn(to_train=True)
+    @with_lease(to_train=True)
     def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
         """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
         began, frozen = time.perf_counter(), self.num_frozen_steps
@@ -116,7 +116,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
         return self._flops.forward_backward(lengths.tolist(), part.num_loss_tokens, computed.tolist())
 
     @broadcast
-    @in_turn(to_train=True)
+    @with_lease(to_train=True)
     def save(self, model_folder: Path, state_file: Path) -> None:
         """Write the model (with LoRA, its adapters) in Hugging Face format, and the optimizer's state.
 
@@ -134,7 +134,7 @@ class LearnerWorker(TurnTaker, abc.ABC, Generic[BatchT, OutputsT]):
             save_tensors(state_file, state, parts, self.engine.shard.mesh)
 
     @broadcast
-    @in_turn(to_train=True)
+    @with_lease(to_train=True)
     def restore(self, model_folder: Path, state_file: Path) -> None:
         """Read back what `save` wrote, with any number of ranks: each reads its part.
 

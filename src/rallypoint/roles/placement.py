@@ -25,7 +25,7 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
 from rallypoint.plan.run_plan import is_streamed
-from rallypoint.roles.colocated import TurnTaker
+from rallypoint.roles.colocated import LeaseHolder
 from rallypoint.types import Metrics, merge
 
 WorkerT = TypeVar("WorkerT")
@@ -192,7 +192,7 @@ class Placement:
 
     async def memory(self) -> Metrics:
         """Return the peak memory of every role, over its processes, since this was last asked."""
-        measured = await asyncio.gather(*(group.call(TurnTaker.memory) for group in self.groups.values()))
+        measured = await asyncio.gather(*(group.call(LeaseHolder.memory) for group in self.groups.values()))
         return merge(*(merge(*ranks).prefixed(role) for role, ranks in zip(self.groups, measured, strict=True)))
 
 

@@ -17,7 +17,7 @@ from rallypoint.config import RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.models import ModelShard, twin
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.colocated import ActorParts, in_turn
+from rallypoint.roles.colocated import ActorParts, with_lease
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import Last, Metrics, PerToken, Sequences
@@ -47,7 +47,7 @@ class ReferenceWorker(FrozenWorker):
             return [spec.load_policy(context, mesh, frozen=True)]
 
     @shard
-    @in_turn()
+    @with_lease()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
         model, temperature = self.engine.shard, self._temperature
@@ -57,14 +57,14 @@ class ReferenceWorker(FrozenWorker):
         ]
 
     @broadcast
-    @in_turn()
+    @with_lease()
     def take(self, written: Path, version: int) -> None:
         """Replace the weights by those of a folder."""
         with self.engine.shard.mesh.abandoned_on_error():
             published_folder.read(self.engine.shard, written, version)
 
     @broadcast
-    @in_turn()
+    @with_lease()
     def save(self, folder: Path, version: int) -> None:
         """Write the weights; the first rank writes."""
         with self.engine.shard.mesh.abandoned_on_error():

@@ -11,7 +11,7 @@ from rallypoint.cluster import WorkerContext, shard
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
-from rallypoint.roles.colocated import in_turn
+from rallypoint.roles.colocated import with_lease
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -40,7 +40,7 @@ class RewardWorker(FrozenWorker):
             ]
 
     @shard
-    @in_turn()
+    @with_lease()
     def scores(self, parts: list[Sequences], model: int) -> list[PerToken]:
         """Return what one of the models gives every row of some parts of a batch, at the token that has it."""
         return scores_of(self.engines[model], parts)

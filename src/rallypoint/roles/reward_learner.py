@@ -9,7 +9,7 @@ from rallypoint.algorithms import LossFunction
 from rallypoint.cluster import WorkerContext, shard
 from rallypoint.engine import reward_scores, scored_tokens, trained_positions
 from rallypoint.model_files import fresh, load_new_reward_model
-from rallypoint.roles.colocated import Turns, in_turn
+from rallypoint.roles.colocated import MemoryLease, with_lease
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.learner import Learner, LearnerWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -23,7 +23,7 @@ class RewardLearnerWorker(LearnerWorker[PairBatch, Tensor]):
     def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[PairBatch, Tensor]) -> None:
         config = spec.config
         spec.prepare(context)
-        self.turns = Turns(context)
+        self.lease = MemoryLease(context)
         with spec.meeting(context) as mesh:
             model = load_new_reward_model(
                 spec.model_path,
@@ -37,7 +37,7 @@ class RewardLearnerWorker(LearnerWorker[PairBatch, Tensor]):
         super().__init__(context, spec, model, spec.model_path, config.actor.optimizer, loss)
 
     @shard
-    @in_turn()
+    @with_lease()
     def scores(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the score of every row of some parts of a batch, at the token that has it."""
         return scores_of(self.engine, parts)

@@ -3,8 +3,8 @@
 Owns: when a rank's engine is awake, and which weights it has. Must not know: what a response is for.
 
 Consumes: slices of time with the requests to begin in them. Produces: what was sampled in a slice. Waits for: nothing,
-as a slice ends by itself. Invariant: an engine is awake only while it has requests, and its role holds the turn
-meanwhile.
+as a slice ends by itself. Invariant: an engine is awake only while it has requests, and its role holds the
+memory of the process meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
-from rallypoint.roles.colocated import ActorParts, Turns, TurnTaker, in_turn, make_room_for_neighbour
+from rallypoint.roles.colocated import ActorParts, LeaseHolder, MemoryLease, make_room_for_neighbour, with_lease
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import SharedTensors, Stream, StreamConnection, WeightTransport, transport_between
@@ -31,13 +31,13 @@ from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
 
 
-class RolloutWorker(TurnTaker):
+class RolloutWorker(LeaseHolder):
     """One rank of sampling."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
         config = spec.config
         spec.prepare(context)
-        self.turns = Turns(context)
+        self.lease = MemoryLease(context)
         self._spec, self._context, self.shares_actor = spec, context, shares_actor
         self._connection, self._actor = StreamConnection(context, spec), ActorParts.find(context)
         self._problem: str | None = None
@@ -62,7 +62,7 @@ class RolloutWorker(TurnTaker):
             return spec.load_policy(context)
         assert self._actor is not None, "an actor worker came to life here before"
         if "actor" in spec.config.sleeping:
-            self.turns.sleep_between(self._actor.engine)
+            self.lease.sleep_between(self._actor.engine)
         return self._actor.engine.shard
 
     @property
@@ -79,7 +79,7 @@ class RolloutWorker(TurnTaker):
     def advance(self, asked: SliceRequest) -> SliceResult:
         """Start new requests, cancel others, then sample until one ends or the time slice is over.
 
-        The role keeps its turn until no request is left.
+        The role keeps the memory of the process until no request is left.
 
         Raises:
             WeightsMismatchError: this rank does not hold the expected version of the weights.
@@ -95,7 +95,7 @@ class RolloutWorker(TurnTaker):
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self.forget)
             if not self._is_sampling:
-                self._sampling.enter_context(self.turns.turn())
+                self._sampling.enter_context(self.lease.held())
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
@@ -111,7 +111,7 @@ class RolloutWorker(TurnTaker):
         return done
 
     def _stop(self) -> None:
-        """Put the engine to sleep and end the turn, so that other roles of this process get the memory."""
+        """Put the engine to sleep, so that other roles of this process get the memory."""
         self._is_sampling = False
         self._sampling.close()
 
@@ -139,7 +139,7 @@ class RolloutWorker(TurnTaker):
         return RankEngine(engine, self._context.tick)
 
     @scatter
-    @in_turn()
+    @with_lease()
     def advance_guests(self, asked: SliceRequest) -> list[Output]:
         """Do the same for persons, on an engine of their own that sleeps between slices.
 
@@ -169,11 +169,11 @@ class RolloutWorker(TurnTaker):
 
     @collect
     def memory(self) -> Metrics:
-        """See `TurnTaker.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
+        """See `LeaseHolder.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
         if self._server is None:
-            return self.turns.metrics()
+            return self.lease.metrics()
         restarts = Metrics({"num_server_restarts": Sum(self._server.take_restarts())})
-        return merge(self.turns.metrics(self._server.memory_bytes()), restarts)
+        return merge(self.lease.metrics(self._server.memory_bytes()), restarts)
 
     def check_whole(self) -> None:
         """Refuse to sample from a model whose last load did not complete.

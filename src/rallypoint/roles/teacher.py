@@ -18,7 +18,7 @@ from rallypoint.engine import policy_outputs
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.roles.actor import Actor
-from rallypoint.roles.colocated import in_turn
+from rallypoint.roles.colocated import with_lease
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.hints import Hints, said_of, shown
@@ -53,7 +53,7 @@ class TeacherWorker(FrozenWorker):
             ]
 
     @shard
-    @in_turn()
+    @with_lease()
     def logprobs(self, parts: list[Sequences], teacher: int) -> list[PerToken]:
         """Return what one of the teachers says of every trained token of some parts of a batch.
 

@@ -144,8 +144,8 @@ class InFlight:
         """
         self.groups: dict[int, GroupInFlight] = {}
         """Those of training; validation has its own."""
-        self.scored: asyncio.Queue[GroupInFlight] = asyncio.Queue()
-        """Groups of training, as they are scored."""
+        self.scored: asyncio.Queue[GroupInFlight | None] = asyncio.Queue()
+        """Groups as they are scored, of the validation, too; None when all is given up."""
         self._config, self._mailbox, self._rewards, self._episode = config, mailbox, rewards, episode
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
         # Each admitted batch keeps one busy, and asyncio's own are few.
@@ -347,6 +347,7 @@ class InFlight:
         """Cancel these and all that is in flight; nothing can be scored any more."""
         for batch in {group.batch for group in (*groups, *self.groups.values())}:
             batch.close()
+        self.scored.put_nowait(None)
         self._rewards.grader.close()  # otherwise threads would go on waiting for its calls
         await self._mailbox.stop()
 

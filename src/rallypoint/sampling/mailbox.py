@@ -311,6 +311,8 @@ class Mailbox:
         if any(rank in ranks and not pump.done() for ranks, pump in self._pumps.items()):
             return
         ranks = (rank,) if self.barrier.num_steps is None else tuple(range(self.role.num_ranks))
+        is_alone = len(ranks) == 1 or all(pump.done() for pump in self._pumps.values())
+        assert is_alone, "a barrier is watched from a moment on in which no rank samples"
         self.is_idle.clear()
         self._pumps[ranks] = pump = asyncio.create_task(self._call(ranks))
         pump.add_done_callback(functools.partial(self._end_calls, ranks))

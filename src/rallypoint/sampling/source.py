@@ -93,8 +93,7 @@ class RolloutSource:
         self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._num_loads = 0
         self.done = PromptsDone()
-        self._following = asyncio.create_task(self._follow())
-        self._following.add_done_callback(self._in_flight.end_if_it_failed)
+        asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
 
     @property
     def done(self) -> PromptsDone:
@@ -216,8 +215,7 @@ class RolloutSource:
 
     async def _follow(self) -> None:
         """Note which groups can be trained on, as they are scored; over-sampled ones can once they are sampled."""
-        while True:
-            group = await self._in_flight.scored.get()
+        while (group := await self._in_flight.scored.get()) is not None:
             if self._in_flight.groups.get(group.index) is not group:  # of the validation, or dropped meanwhile
                 continue
             self._watch.times.scored(group)
@@ -365,7 +363,6 @@ class RolloutSource:
 
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""
-        self._following.cancel()
         await self._in_flight.give_up(())
         self._in_flight.close()
 

@@ -21,7 +21,7 @@ from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, SharedTensors
+from rallypoint.roles.publishing import PUBLISHED, SharedTensors, WrittenFolder
 from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.rollout import RolloutWorker
@@ -531,7 +531,7 @@ def test_a_role_that_sleeps_between_its_turns_computes_the_same(worker, context,
     before = worker.logprobs([rows])[0].values
     for weight in worker.engine.model.parameters():
         weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
-    worker.turns.sleep_between(worker.engine)
+    worker.lease.sleep_between(worker.engine)
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
     assert torch.equal(worker.logprobs([rows])[0].values, before)
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
@@ -553,13 +553,14 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     assert held
     assert all(".lora_" in name for name in held)
     published = actor.write_published(3)
-    rollout.load(3, published)
+    folder = WrittenFolder("folder")
+    rollout.load(3, folder, published)
     sampled = sample(rollout, 2, 5, version=3)
     with pytest.raises(WeightsMismatchError, match="expected weights of version 5, found 3"):
-        rollout.load(5, published)
+        rollout.load(5, folder, published)
     with pytest.raises(WeightsMismatchError, match="version 5 was not loaded whole"):
         sample(rollout, 2, 5, version=3)
-    rollout.load(4, actor.write_published(4))
+    rollout.load(4, folder, actor.write_published(4))
     assert torch.equal(sample(rollout, 2, 5, version=4).tokens, sampled.tokens)
     gap = (sampled.rollout_logprobs - actor.logprobs([sampled])[0].values).abs()
     assert gap.max() < 1e-5

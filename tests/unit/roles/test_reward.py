@@ -54,7 +54,7 @@ def test_a_reward_model_that_sleeps_between_its_turns_says_the_same(worker, batc
     awake = worker.scores([batch], 0)[0].values
     for weight in worker.engine.model.parameters():
         weight.data = weight.data.clone()  # on CPUs, memory that a file was read into cannot be given back
-    worker.turns.sleep_between(worker.engine)
+    worker.lease.sleep_between(worker.engine)
     assert not any(weight.untyped_storage().nbytes() for weight in worker.engine.model.parameters())
     assert torch.equal(worker.scores([batch], 0)[0].values, awake)
     assert worker.memory()["memory_gib"].scalar > 0
@@ -71,7 +71,7 @@ def test_all_reward_models_of_a_role_sleep_between_its_turns_and_each_says_its_o
     weights = [weight for engine in worker.engines for weight in engine.model.parameters()]
     for weight in weights:
         weight.data = weight.data.clone()
-    worker.turns.sleep_between(*worker.engines)
+    worker.lease.sleep_between(*worker.engines)
     assert not any(weight.untyped_storage().nbytes() for weight in weights)
     assert all(torch.equal(worker.scores([batch], model)[0].values, awake[model]) for model in range(2))
     assert not any(weight.untyped_storage().nbytes() for weight in weights)
