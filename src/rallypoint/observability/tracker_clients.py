@@ -38,7 +38,8 @@ class TensorBoard:
     def __init__(self, run: Tracked) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
+        first = run.first_step + 1 if run.first_step else 0  # a run that begins again does step 0 again, too
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
         self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in run.config.items()), 0)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

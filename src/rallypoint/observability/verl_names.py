@@ -7,6 +7,8 @@ docs/tracking.md says where the two differ.
 {'actor/pg_loss': 0.5, 'rollout/idle': 0.25}
 >>> as_in_verl({"reward/mean": 0.5})
 {'critic/score/mean': 0.5, 'critic/rewards/mean': 0.5}
+>>> as_in_verl({"reward/mean": 0.5, "reward/kept_mean": 0.25})
+{'reward/mean': 0.5, 'critic/score/mean': 0.25, 'critic/rewards/mean': 0.25}
 >>> for name in as_in_verl({f"validation/{name}/gsm8k": 0.5 for name in ("mean@8", "pass@1", "pass@4", "pass@8")}):
 ...     print(name)
 val-core/gsm8k/reward/mean@8
@@ -34,7 +36,7 @@ VERL_NAMES = {
     "critic/value": "critic/vpred_mean",
     "critic/return": "critic/returns/mean",
     "critic/explained_variance": "critic/vf_explained_var",
-    "reward/mean": "critic/score/mean",
+    "reward/kept_mean": "critic/score/mean",
     "rollout/response_length": "response_length/mean",
     "rollout/response_length_max": "response_length/max",
     "rollout/truncated": "response_length/clip_ratio",
@@ -54,19 +56,22 @@ VERL_NAMES = {
 }
 """Our name -> verl's. `actor/entropy` and `grad_norm` and `lr` of actor and critic are the same in both."""
 _OF_VALIDATION = {"mean": "reward/mean@{k}", "best": "reward/best@{k}/mean", "majority": "reward/maj@{k}/mean"}
-_REWARD = "reward/mean"
+_KEPT, _REWARD = "reward/kept_mean", "reward/mean"
 
 
 def as_in_verl(scalars: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a line by verl's names; one that verl does not have keeps its name.
 
-    `reward/mean` has two names there, before and after what is added to scores, where nothing is added to them.
+    The mean score of the groups that were trained on has two names there, before and after what is added to scores,
+    where nothing is added to them. It is `reward/mean` if no group was replaced.
     """
+    if _REWARD in scalars and _KEPT not in scalars:
+        scalars = {_KEPT if name == _REWARD else name: value for name, value in scalars.items()}
     sizes = {source: k for kind, k, source in _validations(scalars) if kind == "mean"}
     found = {_in_verl(name, sizes): value for name, value in scalars.items()}
     is_penalised = "kl/reference_mean" in scalars and "actor/reference_kl" not in scalars
-    if _REWARD in scalars and not is_penalised and "reward/overlong_penalty" not in scalars:
-        found["critic/rewards/mean"] = scalars[_REWARD]
+    if _KEPT in scalars and not is_penalised and "reward/overlong_penalty" not in scalars:
+        found["critic/rewards/mean"] = scalars[_KEPT]
     return found
 
 

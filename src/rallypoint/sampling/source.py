@@ -178,7 +178,8 @@ class RolloutSource:
         self.newest = sampled.rollouts
         if self._penalty is None:
             return sampled
-        batch, lost = self._penalty(sampled.batch)
+        batch, _ = self._penalty(sampled.batch)
+        _, lost = self._penalty(sampled.rollouts.scored.batch)  # as `reward/mean`: also of groups that were replaced
         return dataclasses.replace(sampled, batch=batch, metrics=merge(sampled.metrics, lost))
 
     async def validate(self) -> Sampled | None:

@@ -74,6 +74,21 @@ def test_tensorboard_holds_a_run(tmp_path, png):
     assert found.Images("curve")[0].width == 20
 
 
+def test_tensorboard_has_each_step_once_after_a_resume_from_any_step(tmp_path):
+    pytest.importorskip("tensorboard", reason="rallypoint[tensorboard] is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last in ((0, 3), (0, 2), (2, 3), (1, 4)):  # the second begins again, as there was no checkpoint yet
+        trackers = open_trackers(["tensorboard"], run_in(tmp_path, first), say, close_s=110.0)
+        for step in range(first + 1 if first else 0, last + 1):
+            trackers.log(step, {"validation/score" if step == 0 else "reward/mean": step + 10 * first})
+        trackers.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("validation/score")] == [(0, 0)]
+    means = [(event.step, event.value) for event in found.Scalars("reward/mean")]
+    assert means == [(1, 1), (2, 12), (3, 13), (4, 14)]
+
+
 def test_wandb_holds_a_run(tmp_path, png, monkeypatch):
     pytest.importorskip("wandb", reason="rallypoint[wandb] is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import ADVANTAGES
 from rallypoint.config import load_config
+from rallypoint.config.sections.material import OverlongConfig
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.environment import single_turn
 from rallypoint.environments.failures import TooManyFailuresError
@@ -103,6 +104,7 @@ def make_source(
     *,
     grader=FIRST_NUMBER,
     max_failed=CONFIG.reward.max_failed,
+    overlong=None,
     sampling=None,
     advantage=RLOO,
     episode=single_turn,
@@ -112,7 +114,7 @@ def make_source(
 ):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
     train = EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ())
-    reward = CONFIG.reward.model_copy(update={"max_failed": max_failed})
+    reward = CONFIG.reward.model_copy(update={"max_failed": max_failed, "overlong": overlong})
     return RolloutSource(
         CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
         mailbox,
@@ -476,6 +478,32 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
     assert again[2].batch.tokens.tolist() == second.batch.tokens.tolist()
 
 
+class LongerThirds(FakeMailbox):
+    """Says more to every third prompt."""
+
+    async def sample(self, request, rank):
+        (one,) = await super().sample(request, rank)
+        if request.prompt_index % 3:
+            return [one]
+        return [
+            dataclasses.replace(one, tokens=(*one.tokens, 1, 1, 1), logprobs=(-1.0,) * 5, sampled_logprobs=(-1.0,) * 5)
+        ]
+
+
+def test_what_is_lost_for_length_and_the_lengths_are_of_all_that_was_sampled():
+    async def batch(sampling):
+        overlong = OverlongConfig(buffer_tokens=4, factor=1.0)
+        source = make_source(LongerThirds(), grader=some_equal(3), overlong=overlong, sampling=sampling)
+        return await source.next_batch()
+
+    sampled, scalars = (found := asyncio.run(batch({"dynamic_sampling": 4}))), found.metrics.scalars()
+    assert scalars["rollout/num_replaced"] == 2
+    assert scalars["rollout/response_length"] == pytest.approx((4 * 2 + 2 * 5) / 6)
+    assert scalars["reward/overlong_penalty"] == pytest.approx((4 * 0.25 + 2 * 1.0) / 6)
+    assert scalars["reward/kept_mean"] - 0.25 == pytest.approx(float(sampled.batch.scores.mean()))
+    assert asyncio.run(batch({})).metrics.scalars()["reward/overlong_penalty"] == pytest.approx((1 + 0.25) / 2)
+
+
 def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
     async def second(done):
         source = make_source(FakeMailbox(), grader=some_equal(3), sampling={"dynamic_sampling": 4})
@@ -759,7 +787,7 @@ def some_equal(every):
     """Return what scores the rollouts of every so-many-th prompt alike, and others by their number."""
 
     def score(solution_str, **row):
-        prompt, sample = map(int, solution_str.split())
+        prompt, sample = map(int, solution_str.split()[:2])
         return 0.5 if (prompt - 10) % every == 0 else float(sample)
 
     return Inline(score)
