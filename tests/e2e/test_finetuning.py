@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from chat_templates import QWEN3, make_chat_tokenizer
+from chat_templates import QWEN3, make_chat_tokenizer, merging_tokenizer
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from tiny_runs import Runs, weights_of
@@ -152,6 +152,26 @@ def test_a_base_model_becomes_one_that_chats_and_its_checkpoint_knows_its_end(tm
         assert answers == ["<think>\n\n</think>\n\n<8>"] * 4
     ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
     assert base.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_models_learn_to_say_and_to_prefer_a_word_that_would_merge_with_the_blank_that_ends_the_cue(tmp_path):
+    """`A: ` and `yes`, where ` yes` is one token: fine-tuned to answer one way, then made to prefer the other."""
+    merges = [("e", "s"), ("y", "es"), (" ", "yes"), ("n", "o"), (" ", "no")]
+    make_tiny_model(tmp_path / "base", tokenizer=merging_tokenizer(" ", *merges), initializer_range=0.1)
+    answers = {"fine": "yes", "ill": "no"}
+    asked = write(tmp_path / "asked.jsonl", [{"prompt": one} for one in answers])
+    shown = [{"prompt": one, "completion": answer} for one, answer in answers.items()]
+    other = {"yes": "no", "no": "yes"}
+    pairs = [{"prompt": one, "chosen": other[answer], "rejected": answer} for one, answer in answers.items()]
+    model, runs = tmp_path / "base", Runs(tmp_path / "runs")
+    for recipe, rows, right in (("sft", shown, ["yes", "no"]), ("dpo", pairs, ["no", "yes"])):
+        data = write(tmp_path / f"{recipe}.jsonl", rows)
+        keys = [f"model.path={model}", f"data={{train: {data}, num_examples: 2, max_row_tokens: 32}}"]
+        keys += [f"trainer={{num_epochs: 40, runs_dir: {tmp_path}/runs, name: {recipe}}}", "actor.optimizer.lr=1e-2"]
+        run = runs.run_with(recipe, [*keys, "cluster={runtime: inline, pools: {main: [1]}}"])
+        trained = find_trained(str(run.path))
+        assert complete(trained, str(asked), temperature=0.0, max_response_tokens=4, seed=0) == right
+        model = trained.path
 
 
 MESHES = [("inline", "{dp_shard: 1}"), ("inline", "{sp: 2}"), ("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")]

@@ -1,8 +1,9 @@
 """Templates that are built as those of published models are, and a tokenizer of characters that has their tokens."""
 
+import re
 import string
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 QWEN3 = """\
@@ -162,6 +163,13 @@ _BUILT_LIKE = {
 }
 """The special tokens and the template of each; the first token is that of the beginning, the last one the named end."""
 PUBLISHED = {name: template for name, (_, template) in _BUILT_LIKE.items()}
+BLANK_CUE = """\
+{%- for message in messages -%}
+    {%- if message.role == "user" -%}{{- "U:" + message.content + "A:CUE" -}}
+    {%- else -%}{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}{{- "\\n" -}}{%- endif -%}
+{%- endfor -%}
+"""
+"""The cue stands behind every question, so that it is the same whether an answer is asked for or not."""
 SPECIAL = {
     **{template: tuple(special.split()) for special, template in _BUILT_LIKE.values()},
     QWEN3: ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -182,4 +190,22 @@ def make_chat_tokenizer(template: str, *, eos: str | None = None) -> PreTrainedT
         tokenizer_object=backend, bos_token=SPECIAL[template][0], eos_token=eos or SPECIAL[template][-1]
     )
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def merging_tokenizer(cue, *merges, marked=False, start_blank=False):
+    """Return a tokenizer that merges a cue's end with what follows, and may put a blank before a text."""
+    pieces = [*string.printable, *("".join(merge) for merge in merges)]
+    if start_blank:
+        pieces = [piece.replace(" ", "▁") for piece in pieces]
+        merges = [tuple(part.replace(" ", "▁") for part in merge) for merge in merges]
+    vocabulary = {text: number for number, text in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    backend.decoder = decoders.Fuse()
+    if start_blank:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=start_blank, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=start_blank)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    template = BLANK_CUE.replace("CUE", cue)
+    tokenizer.chat_template = template if marked else re.sub(r"{%- (end)?generation -%}", "", template)
     return tokenizer

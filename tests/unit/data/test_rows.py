@@ -1,14 +1,11 @@
 """Which tokens of a conversation are trained: the assistant's, to the token that ends a response."""
 
 import re
-import string
 
 import numpy as np
 import pytest
-from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer
+from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer, merging_tokenizer
 from sine_models import MARKED
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
 from rallypoint.errors import DataError
@@ -218,33 +215,6 @@ def test_examples_with_a_control_token_in_their_text_are_left_out_if_that_is_wan
     assert bad.startswith("a.jsonl:0 (the text of message 1 has '<eos>', which is a control token")
     with pytest.raises(DataError, match=r"no example is left: .*, or cannot be used; the first of these is a\.jsonl:0"):
         encoded(rows[0], may_drop=("a.jsonl:0",))
-
-
-BLANK_CUE = """\
-{%- for message in messages -%}
-    {%- if message.role == "user" -%}{{- "U:" + message.content + "A:CUE" -}}
-    {%- else -%}{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}{{- "\\n" -}}{%- endif -%}
-{%- endfor -%}
-"""
-"""The cue stands behind every question, so that it is the same whether an answer is asked for or not."""
-
-
-def merging_tokenizer(cue, *merges, marked=False, start_blank=False):
-    """Return a tokenizer that merges a cue's end with what follows, and may put a blank before a text."""
-    pieces = [*string.printable, *("".join(merge) for merge in merges)]
-    if start_blank:
-        pieces = [piece.replace(" ", "▁") for piece in pieces]
-        merges = [tuple(part.replace(" ", "▁") for part in merge) for merge in merges]
-    vocabulary = {text: number for number, text in enumerate(pieces)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    backend.decoder = decoders.Fuse()
-    if start_blank:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=start_blank, split=False)
-        backend.decoder = decoders.Metaspace(prepend_scheme=start_blank)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    template = BLANK_CUE.replace("CUE", cue)
-    tokenizer.chat_template = template if marked else re.sub(r"{%- (end)?generation -%}", "", template)
-    return tokenizer
 
 
 def merged(tokenizer, *rows):
