@@ -118,3 +118,14 @@ def test_everything_but_the_ray_runtime_works_where_ray_is_not_installed():
     assert done.returncode == 0, done.stderr
     modules = ("ray_cluster", "ray_process", "ray_runtime", "rendezvous.ray")
     assert done.stdout.splitlines() == [f"rallypoint.cluster.{module} ray" for module in modules]
+
+
+def test_tokenizers_are_loaded_in_one_place_which_has_them_decode_text_as_it_was_sampled():
+    """`load_pair` gives users what other tools load; a tokenizer of ours that decodes is from `load_tokenizer`."""
+    package = ROOT / "src" / "rallypoint"
+    loads = {
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if "Tokenizer.from_pretrained" in file.read_text() or "clean_up_tokenization_spaces=True" in file.read_text()
+    }
+    assert loads == {"data/tokenizer.py", "library/run.py"}

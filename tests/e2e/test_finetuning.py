@@ -155,20 +155,22 @@ def test_a_base_model_becomes_one_that_chats_and_its_checkpoint_knows_its_end(tm
 
 
 def test_models_learn_to_say_and_to_prefer_a_word_that_would_merge_with_the_blank_that_ends_the_cue(tmp_path):
-    """`A: ` and `yes`, where ` yes` is one token: fine-tuned to answer one way, then made to prefer the other."""
+    """`A: ` and `yes`, where ` yes` is one token: fine-tuned to answer with two words, then made to prefer one."""
     merges = [("e", "s"), ("y", "es"), (" ", "yes"), ("n", "o"), (" ", "no")]
     make_tiny_model(tmp_path / "base", tokenizer=merging_tokenizer(" ", *merges), initializer_range=0.1)
     answers = {"fine": "yes", "ill": "no"}
     asked = write(tmp_path / "asked.jsonl", [{"prompt": one} for one in answers])
     shown = [{"prompt": one, "completion": answer} for one, answer in answers.items()]
-    other = {"yes": "no", "no": "yes"}
-    pairs = [{"prompt": one, "chosen": other[answer], "rejected": answer} for one, answer in answers.items()]
+    pairs = [{"prompt": one, "chosen": "no", "rejected": "yes"} for one in answers]
     model, runs = tmp_path / "base", Runs(tmp_path / "runs")
-    for recipe, rows, right in (("sft", shown, ["yes", "no"]), ("dpo", pairs, ["no", "yes"])):
+    tries = (("sft", shown, "1e-2", ["yes", "no"]), ("dpo", pairs, "1e-3", ["no", "no"]))
+    for recipe, rows, rate, right in tries:
         data = write(tmp_path / f"{recipe}.jsonl", rows)
         keys = [f"model.path={model}", f"data={{train: {data}, num_examples: 2, max_row_tokens: 32}}"]
-        keys += [f"trainer={{num_epochs: 40, runs_dir: {tmp_path}/runs, name: {recipe}}}", "actor.optimizer.lr=1e-2"]
-        run = runs.run_with(recipe, [*keys, "cluster={runtime: inline, pools: {main: [1]}}"])
+        keys += [f"trainer={{num_epochs: 25, runs_dir: {tmp_path}/runs, name: {recipe}}}", f"actor.optimizer.lr={rate}"]
+        run = runs.run_with(
+            recipe, [*keys, "checkpoint.every_steps=99", "cluster={runtime: inline, pools: {main: [1]}}"]
+        )
         trained = find_trained(str(run.path))
         assert complete(trained, str(asked), temperature=0.0, max_response_tokens=4, seed=0) == right
         model = trained.path

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import signal
 
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from rallypoint import load_run
 from rallypoint.errors import RewardError
 from rallypoint.run import read_metrics
 
@@ -163,3 +166,25 @@ def test_a_run_of_which_most_rollouts_fail_ends_with_advice_and_the_whole_traceb
     assert "rollouts more than reward.max_failed=0.5 have no score" in said
     assert "return 0 for it instead of raising" in said
     assert "Traceback (most recent call last):\n  File " in said
+
+
+def test_a_killed_run_shows_the_time_of_its_start_in_its_prompts_also_when_it_goes_on(runs, tmp_path):
+    model = make_tiny_model(tmp_path / "model", num_layers=1)
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{- strftime_now('%H%M%S') -}}" + template.read_text())
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n}", "ground_truth": ""}) for n in range(9))
+    )
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    tiny = [o for o in runs.overrides("clock", "recipe=grpo") if not o.startswith(("model.create", "data.generate"))]
+    keys = (f"model.path={model}", f"data={{train: {tmp_path}/train.jsonl, max_prompt_tokens: 9}}", *INLINE)
+    keys += (f"reward.function={tmp_path}/rewards.py:with_numbers", "checkpoint.every_steps=2")
+    process = runs.start("train", "grpo", *tiny, *keys, kill_before="step_000004")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    run = runs.resume("clock")
+    moment = yaml.safe_load((run.path / "config.yaml").read_text())["data"]["template"]["strftime_now"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for step in range(1, 5):
+        ids = load_run(run.path).rollouts(step)[0]["prompt_ids"]
+        assert tokenizer.decode(ids).startswith(f"{moment[-8:].replace(':', '')}<user>"), step

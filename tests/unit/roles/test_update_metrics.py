@@ -1,4 +1,4 @@
-"""What an update measures, beside the same update written down again: row by row, in plain torch, without the engine."""
+"""What an update measures, beside the same update written down again: row by row, in plain torch, with no engine."""
 
 import asyncio
 import dataclasses
