@@ -31,7 +31,7 @@ class Health:
     value: float = math.nan
     """The scalar's value; NaN for `healthy`."""
     advice: str = ""
-    """What to try, in at most 62 characters: one line of the panel at 80 columns."""
+    """Which key of the config to turn, and which way: at most 62 characters, a line of the panel at 80 columns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,56 +65,56 @@ RULES: tuple[Rule, ...] = (
         name="reward/failed",
         words="rewards failing",
         above=(0.0, 0.5),
-        advice="the reward function fails: the log has samples and reasons",
+        advice="mend reward.function: logs/train.log has samples and reasons",
         reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
     ),
     Rule(
         name="rollout/failed",
         words="rollouts failing",
         above=(0.0, 0.5),
-        advice="the engine failed on some, left out: the log has the reasons",
+        advice="mend rollout.engine: logs/train.log has samples and reasons",
         reason="an engine answers every request: none is normal; a count of one is past both thresholds",
     ),
     Rule(
         name="rollout/logprob_gap_mean",
         words="rollout/train gap",
         above=(0.02, 0.1),
-        advice="sampler and trainer disagree: compare dtype, kernels, weights",
+        advice="set model.dtype=float32 to see if rounding is the cause",
         reason="two bf16 engines differ by 0.003 to 0.01 per token on average; more is another policy",
     ),
     Rule(
         name="rollout/logprob_gap_max",
         words="rollout/train outlier",
         above=(2.0, 5.0),
-        advice="single tokens are judged quite otherwise: look at the masks",
+        advice="set model.dtype=float32; if it stays, look at the masks",
         reason="rounding moves a rare token by up to about 1 nat; 5 nats is a factor of 150",
     ),
     Rule(
         name="actor/ratio_error",
         words="ratio not 1 at first",
         above=(0.03, 0.08),
-        advice="the same weights give other logprobs: a bug, or coarse kernels",
+        advice="set model.dtype=float32; if it stays, it is a bug",
         reason="float32 stops at 0.01; in bf16 sums in another order move the mean by 0.001 to 0.08",
     ),
     Rule(
         name="actor/approx_kl",
         words="update kl high",
         above=(0.05, 0.2),
-        advice="the policy moves far in a step: lower the lr or the epochs",
+        advice="far in a step: lower actor.optimizer.lr or actor.num_epochs",
         reason="PPO is commonly stopped early at 0.015 to 0.03; at 0.2 the clipped surrogate means nothing",
     ),
     Rule(
         name="actor/clip_fraction",
         words="clipping a lot",
         above=(0.3, 0.5),
-        advice="many tokens give no gradient: lower the lr or the epochs",
+        advice="no gradient there: lower actor.optimizer.lr, actor.num_epochs",
         reason="0.05 to 0.2 is usual; beyond a half most of the batch is thrown away",
     ),
     Rule(
         name="actor/entropy",
         words="entropy collapsed",
         below=(0.1, 0.02),
-        advice="nothing new is tried: raise entropy bonus or temperature",
+        advice="nothing new: raise rollout.temperature or actor.entropy_coef",
         reason="0.02 nats is one surprise in some 300 tokens: all rollouts of a group are the same text",
         unless_reward=0.8,
     ),
@@ -122,28 +122,28 @@ RULES: tuple[Rule, ...] = (
         name="kl/reference_mean",
         words="far from reference",
         above=(4.0, 10.0),
-        advice="raise the KL coefficient, unless the reference knew nothing",
+        advice="raise kl.coef, unless the reference knew nothing",
         reason="from random weights a policy ends ln(V) away, 2.8 nats for 16 tokens; beyond 4 language decays",
     ),
     Rule(
         name="rollout/truncated",
         words="rollouts truncated",
         above=(0.2, 0.6),
-        advice="responses hit the length limit: raise it, or reward brevity",
+        advice="raise rollout.max_response_tokens, or set reward.overlong",
         reason="a few long answers are normal; when most are cut, the score measures the limit",
     ),
     Rule(
         name="rollout/hidden_tokens",
         words="hidden tokens",
         above=(0.02, 0.2),
-        advice="special tokens that the reward does not see: an easy hack",
+        advice="special tokens are an easy hack: let reward.function see them",
         reason="a trained model has none inside a response; one token in five is a way around the reward",
     ),
     Rule(
         name="reward/std",
         words="rewards all equal",
         below=(1e-3, 1e-6),
-        advice="nothing to learn from: choose easier or harder prompts",
+        advice="raise rollout.temperature, or choose easier or harder prompts",
         reason="a score from 0 to 1 that differs in one rollout of a thousand still has a deviation of 0.03",
         unless_reward=0.95,
         unless_taught=True,
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         name="actor/without_signal",
         words="groups without signal",
         above=(0.5, 0.9),
-        advice="rollout.dynamic_sampling; easier prompts, harder once solved",
+        advice="set rollout.dynamic_sampling; easier prompts, harder if solved",
         reason="8 answers of a prompt that is solved 5 or 95 times of 100 are all equal in 66 of 100 groups",
         unless_reward=0.95,
         unless_taught=True,
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
         name="reward/flat_steps",
         words="not learning",
         above=(60.0, 120.0),
-        advice="lr too low, rewards all equal, or one that is never earned?",
+        advice="raise actor.optimizer.lr? rewards all equal, or never earned?",
         reason="steps without a rise (trend.py): recipes that work rise within 40; 60 leaves a slow start some room",
         unless_reward=0.9,
         unless_taught=True,
@@ -170,14 +170,14 @@ RULES: tuple[Rule, ...] = (
         name="actor/teacher_judged",
         words="no teacher",
         below=(1e-9, -math.inf),
-        advice="nobody judged this step: see teacher.by_source, or feedback",
+        advice="nobody judged: add this data's source to teacher.by_source",
         reason="a share of the trained tokens; with none the teacher's loss is 0, and the step taught nothing",
     ),
     Rule(
         name="critic/explained_variance",
         words="critic blind",
         below=(0.0, -1.0),
-        advice="normal in the first steps; later, raise the critic's lr",
+        advice="normal in the first steps; later, raise critic.optimizer.lr",
         reason="0 is a critic that knows only the mean; below, its values add noise to the advantages",
         unless_reward=0.95,
     ),
@@ -219,10 +219,7 @@ def _is_odd(value: float | None) -> bool:
 
 
 def _not_finite(name: str, value: float) -> Health:
-    return Health(
-        words=f"{name} not finite",
-        level="bad",
-        name=name,
-        value=value,
-        advice="stop: was the lr too high, or a batch empty?",
-    )
+    role = name.partition("/")[0]
+    lower = f"stop, and lower {role}.optimizer.lr; or was a batch empty?"
+    advice = "nothing was scored: mend reward.function, see logs/train.log" if role == "reward" else lower
+    return Health(words=f"{name} not finite", level="bad", name=name, value=value, advice=advice)

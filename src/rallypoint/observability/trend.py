@@ -81,7 +81,7 @@ class RewardTrend:
     def __str__(self) -> str:
         return (
             f"not learning: in {self._num_steps} steps the reward rose by {number(self.rise)}, where single rewards "
-            f"differ by {number(self.spread)}. Usual causes: a learning rate that is too low (1e-6 is for models that "
+            f"differ by {number(self.spread)}. Usual causes: actor.optimizer.lr is too low (1e-6 is for models that "
             "can nearly do it; random weights want about 1e-3), rewards that are all equal in each group, prompts that "
-            "are far too hard, a reward that looks for a form that the model never writes (see rollouts/)"
+            "are far too hard, a reward.function that looks for a form that the model never writes (see rollouts/)"
         )

@@ -1,8 +1,13 @@
 import math
+import re
 
 import pytest
 
+from rallypoint.config import RECIPES, RunConfig, leaves
+from rallypoint.config.fields import sections_in
+from rallypoint.config.recipes import unread_by
 from rallypoint.observability import RULES, health
+from rallypoint.observability.health import MUST_BE_FINITE
 
 SOUND = {
     "reward/mean": 0.5,
@@ -92,6 +97,34 @@ def test_a_value_on_the_threshold_is_not_beyond_it() -> None:
         assert rule.level(watch) == "ok"
         assert rule.level(bad) == "watch"
         assert rule.level(math.nan) == "ok"
+
+
+MEASURED = {
+    "critic/": "critic",
+    "kl/": "kl",
+    "actor/teacher": "teacher",
+    "actor/loss": "actor",
+    "actor/grad_norm": "actor",
+}
+"""Beginning of a scalar's name -> what a recipe reads that measures it; all others come with sampling."""
+
+FINDINGS = [
+    *((rule.name, rule.advice) for rule in RULES),
+    *((name, health({name: math.nan})[0].advice) for name in MUST_BE_FINITE),
+]
+
+
+@pytest.mark.parametrize(("name", "advice"), FINDINGS, ids=[name for name, _ in FINDINGS])
+def test_every_advice_says_which_key_to_turn_and_how_in_each_recipe_that_gives_it(name: str, advice: str) -> None:
+    keys = re.findall(r"(?<![\w/])[a-z_]+(?:\.[a-z_]+)+", advice)
+    assert keys
+    assert set(keys) <= {*leaves(RunConfig), *sections_in(RunConfig)}
+    assert re.search(r"\b(raise|lower|set|mend|add|let)\b", advice)
+    part = next((part for prefix, part in MEASURED.items() if name.startswith(prefix)), "rollout")
+    recipes = [spec.name for spec in RECIPES.values() if spec.reads(part)]
+    assert recipes
+    for recipe in recipes:
+        assert not {key.partition(".")[0] for key in keys} & set(unread_by(recipe)), recipe
 
 
 def test_every_threshold_has_a_reason_and_every_advice_fits_a_line_of_the_panel() -> None:

@@ -88,7 +88,7 @@ def test_plain_lines_say_it_at_each_step_and_what_to_try_once():
     lines = console.file.getvalue().splitlines()
     assert sum(line.endswith("not learning") for line in lines) == 20
     [advice] = [line for line in lines if line.startswith("  not learning (reward/flat_steps 61)")]
-    assert "lr too low" in advice
+    assert "raise actor.optimizer.lr" in advice
 
 
 def test_the_summary_says_it_with_the_usual_causes(tmp_path: Path):
