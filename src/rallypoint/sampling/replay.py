@@ -200,7 +200,8 @@ class Replay:
         """Load weights when the schedule says so."""
         while not self._is_free and isinstance(self._events[0], SliceSent):
             await self._change("requests that end before")
-        if not self._is_free and (expected := self._events[0]).version != version:
+        expected = None if self._is_free else self._events[0]
+        if expected is not None and not isinstance(expected, SliceSent) and expected.version != version:
             raise ScheduleError(
                 f"rollout.schedule has weights of version {expected.version} next, but version {version} is "
                 "published: it is not the schedule of a run with this config"
