@@ -33,7 +33,7 @@ BROAD: dict[str, str] = {
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",
-    "recipes/voice.py:start": "whatever ends a run is in its journal, and is raised on",
+    "recipes/readers.py:recorded_end": "whatever ends a run is in its journal, and is raised on",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "observability/trackers.py:_work": "clients of networks raise anything; the run goes on without them",
     "environments/given.py:loaded": "what a function refers to is imported, which may raise anything",

@@ -20,7 +20,6 @@ from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
 from rallypoint.library.run import load_run
-from rallypoint.run.folder import Start
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
@@ -253,7 +252,7 @@ def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
     assert process.returncode == 0
     assert "changed since step 2, the weights are others from here on: loss.clip_low=0.1 (was 0.2)" in printed
     assert load_config(str(run.path)).config.trainer.num_steps == 3
-    assert Start.read(run).overrides[-2:] == ("trainer.num_steps=3", "loss.clip_low=0.1")
+    assert tuple(run.state().launched.overrides[-2:]) == ("trainer.num_steps=3", "loss.clip_low=0.1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the raylet is looked up in /proc")

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rallypoint.journal import Entry, RolesStarted, RunEnded, StepDone
+
 FIRST_S, EVERY_S = 15.0, 60.0
 """Seconds from the beginning of the steps to the first picture, and between two."""
 
@@ -36,6 +38,18 @@ class CurveAsItGoes:
         self._due = clock() + FIRST_S
         self._drawing: subprocess.Popen[bytes] | None = None
         self._can_draw = start is not None or importlib.util.find_spec("matplotlib") is not None
+
+    def take(self, entry: Entry) -> None:
+        """Draw after steps; the end of the run draws the last picture itself."""
+        match entry.event:
+            case RolesStarted():
+                self._due = self._clock() + FIRST_S
+            case StepDone():
+                self.refresh()
+            case RunEnded():
+                self.close()
+            case _:
+                pass
 
     def refresh(self) -> None:
         """Start drawing if a picture is due; returns at once and never raises."""

@@ -3,12 +3,12 @@
 A display is entered before anything slow begins and left on every way out:
 
     with make_progress(console) as progress:
-        progress.start(run)
-        progress.waiting("starting Ray")
+        journal.subscribe(progress.take)
         ...
         progress.finish(summary)
 
-Calls may come in any order, from one thread. Texts may be anything, the model's own included.
+It is given the events of the run's journal, in their order, from any thread.
+Texts may be anything, the model's own included.
 """
 
 from __future__ import annotations
@@ -16,11 +16,38 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+from rallypoint.journal import Entry, RunBegan, Said, Shown, StepDone, Validated
 from rallypoint.run.reports import RunInfo, StepReport, Summary
 
 
 class Progress:
     """The face of every display; by itself it shows nothing."""
+
+    _rollouts: Shown = Shown(step=0, rows=())
+    _validated = "validation/score"
+
+    def take(self, entry: Entry) -> None:
+        """Show an event of the run."""
+        match entry.event:
+            case RunBegan() as began:
+                run = RunInfo.of(began)
+                self._validated = f"validation/{run.validated}"
+                self.start(run)
+            case Said(text=text, level="note"):
+                first, _, more = text.partition("\n")
+                self.note(f"{first} (more in logs/train.log)" if more else first)
+            case Said(text=text, level="wait"):
+                self.waiting(text)
+            case Said(text=text, level="end"):
+                self.ending(text)
+            case Shown() as shown:
+                self._rollouts = shown
+            case StepDone() as done:
+                self.step(StepReport.of(done, self._rollouts.rows if self._rollouts.step == done.step else ()))
+            case Validated(step=step, metrics=metrics):
+                self.validation(step, metrics[self._validated])
+            case _:
+                pass
 
     def start(self, run: RunInfo) -> None:
         """Show a run that begins or is resumed."""

@@ -94,7 +94,8 @@ def _measured(step: int, a: RunState, b: RunState) -> Iterator[Difference]:
     if ours is None or theirs is None:
         return
     for name in sorted(ours.metrics.keys() & theirs.metrics.keys()):
-        yield from _differ(step, name, ours.metrics[name], theirs.metrics[name])
+        if name.startswith("validation/"):
+            yield from _differ(step, name, ours.metrics[name], theirs.metrics[name])
 
 
 def _differ(step: int, what: str, of_a: object, of_b: object) -> Iterator[Difference]:

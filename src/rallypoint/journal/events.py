@@ -17,8 +17,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-Level: TypeAlias = Literal["note", "log"]
-"""What a message is for: to be shown at once, or only to be kept."""
+Level: TypeAlias = Literal["note", "log", "wait", "end"]
+"""A message is a warning, or for the log alone, or says what the run waits for, or why it is about to end."""
 Ending: TypeAlias = Literal["finished", "stopped", "failed"]
 """How a start of a run ended: all steps are done; it was asked to stop, and is saved; or by an error."""
 
@@ -45,6 +45,8 @@ class RunBegan:
     """Package -> version."""
     machine: str
     """Platform and processor."""
+    folder: str = ""
+    """Path of the run, on that machine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,22 @@ class BatchTaken:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolesStarted:
+    """All roles are there, and a start goes on after a step."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Some rollouts of a step, by column: readers get it before the step is done. Not kept, `rollouts/` has all."""
+
+    step: int
+    rows: Sequence[Mapping[str, str | float | bool]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """A training step."""
 
@@ -144,6 +162,7 @@ class StepDone:
     """What `metrics.jsonl` has of it."""
     digests: Mapping[str, str]
     """What it trained on: name of a part of the batch -> digest, in the order in which the parts come to be."""
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +180,7 @@ class CheckpointSaved:
     step: int
     weights: str
     """Digest of its weights."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +203,8 @@ Event: TypeAlias = (
     | GroupScored
     | GroupDropped
     | BatchTaken
+    | RolesStarted
+    | Shown
     | StepDone
     | Validated
     | CheckpointSaved

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rallypoint.observability.trackers import CLOSE_S, Ending, Open, Row, Tracked, Trackers
+from rallypoint.journal import Ending, Journal
+from rallypoint.observability.trackers import CLOSE_S, Open, Row, Tracked, Trackers
 
 _ROLLOUTS, _CURVE = "rollouts", "curve"
 """Names of the table and of the picture."""
@@ -298,13 +299,13 @@ OPENS: dict[str, Open] = {
 def open_trackers(
     names: Sequence[str],
     run: Tracked,
-    say: Callable[[str], None],
+    journal: Journal,
     *,
     rename: Callable[[Mapping[str, float]], dict[str, float]] = dict,
     close_s: float = CLOSE_S,
 ) -> Trackers:
     """Return the trackers of these names; see `Trackers`."""
-    return Trackers({name: _opens(name) for name in names}, run, say, rename=rename, close_s=close_s)
+    return Trackers({name: _opens(name) for name in names}, run, journal, rename=rename, close_s=close_s)
 
 
 def _opens(name: str) -> Open:

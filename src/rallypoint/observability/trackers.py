@@ -17,10 +17,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from rallypoint.errors import first_line
 from rallypoint.extras import find_unusable
+from rallypoint.journal import (
+    CheckpointSaved,
+    Ending,
+    Entry,
+    Journal,
+    RolesStarted,
+    RunEnded,
+    Shown,
+    StepDone,
+    Validated,
+)
 from rallypoint.observability.leaving import leave_behind
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
@@ -50,8 +61,6 @@ class Tracked:
 
 Row: TypeAlias = Mapping[str, str | float | bool]
 """A rollout by column."""
-Ending: TypeAlias = Literal["finished", "stopped", "failed"]
-"""How a run ended: all steps are done, it was asked to stop and is saved, or by an error."""
 
 
 class Tracker(Protocol):
@@ -91,7 +100,7 @@ class Trackers:
         self,
         opens: Mapping[str, Open],
         run: Tracked,
-        say: Callable[[str], None],
+        journal: Journal,
         *,
         rename: Callable[[Mapping[str, float]], dict[str, float]] = dict,
         close_s: float = CLOSE_S,
@@ -103,21 +112,39 @@ class Trackers:
         Args:
             opens: what opens each, by name.
             run: what it is told first.
-            say: called with a line when one has failed, from its thread.
+            journal: of the run; told when one has failed, from its thread.
             rename: gives a line's metrics by the names that they have for trackers.
             close_s: seconds that all of them together are waited for at the end.
             clock: seconds.
             leave: called with the name of one that still hangs then.
         """
-        self._close_s, self._rename, self._clock, self._leave, self._say = close_s, rename, clock, leave, say
+        self._close_s, self._rename, self._clock, self._leave, self._journal = close_s, rename, clock, leave, journal
+        self._config, self._shown = run.config, Shown(step=0, rows=())
         self.ending: Ending = "failed"
-        """How the run ended, which the clients are told: by an error, unless the loop says otherwise."""
-        self._feeds = [_Feed(name, open_it, run, say, clock) for name, open_it in opens.items()]
+        """How the run ended, which the clients are told: by an error, unless the journal says otherwise."""
+        self._feeds = [_Feed(name, open_it, run, journal, clock) for name, open_it in opens.items()]
 
     @property
     def are_any(self) -> bool:
         """Whether there is one."""
         return bool(self._feeds)
+
+    def take(self, entry: Entry) -> None:
+        """Pass on what an event of the run has measured, and with a validation some rollouts of the step before it."""
+        match entry.event:
+            case RolesStarted() | Validated() | CheckpointSaved() as event:
+                self.log(event.step, event.metrics)
+            case Shown() as shown:
+                self._shown = shown
+            case StepDone(step=step) as done:
+                self.log(step, done.metrics)
+                is_last, every = step == self._config["trainer.num_steps"], self._config["validation.every_steps"]
+                if self._shown.rows and (is_last or (isinstance(every, int) and step % every == 0)):
+                    self.table(step, self._shown.rows)
+            case RunEnded(how=how):
+                self.ending = how
+            case _:
+                pass
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Pass metrics on, and return at once."""
@@ -144,11 +171,13 @@ class Trackers:
         while (busy := [feed for feed in self._feeds if feed.is_busy]) and self._clock() - begun < self._close_s:
             if not has_said and self._clock() - begun >= QUIET_S:
                 names = " and ".join(feed.name for feed in busy)
-                self._say(f"waiting for {names} to take what is left, at most {self._close_s - QUIET_S:.0f} s")
+                self._journal.say(f"waiting for {names} to take what is left, at most {self._close_s - QUIET_S:.0f} s")
                 has_said = True
             busy[0].join(0.05)
         for feed in busy:
-            self._say(f"tracking with {feed.name} hangs and is left: {feed.unsent()}; metrics.jsonl has everything")
+            self._journal.say(
+                f"tracking with {feed.name} hangs and is left: {feed.unsent()}; metrics.jsonl has everything"
+            )
             self._leave(feed.name)
 
 
@@ -162,10 +191,8 @@ class _Job(NamedTuple):
 class _Feed:
     """The thread of one tracker, and what waits for it."""
 
-    def __init__(
-        self, name: str, open_it: Open, run: Tracked, say: Callable[[str], None], clock: Callable[[], float]
-    ) -> None:
-        self.name, self._open, self._run, self._say, self._clock = name, open_it, run, say, clock
+    def __init__(self, name: str, open_it: Open, run: Tracked, journal: Journal, clock: Callable[[], float]) -> None:
+        self.name, self._open, self._run, self._journal, self._clock = name, open_it, run, journal, clock
         self._jobs: Queue[_Job | None] = Queue(_MAX_WAITING)
         self._current: _Job | None = None
         self._doing, self._since = "opening the run", clock()
@@ -190,7 +217,7 @@ class _Feed:
         doing, seconds = self._doing, self._clock() - self._since
         if self.is_busy and not self._is_idle and not self._was_told and seconds > SLOW_S:
             self._was_told = True
-            self._say(
+            self._journal.say(
                 f"tracking with {self.name} is slow: {doing} for {seconds:.0f} s now; the run does not wait for it, "
                 "and metrics.jsonl has everything"
             )
@@ -220,7 +247,7 @@ class _Feed:
             self._begin("ending the run")
             tracker.close(self._ending)
         except Exception as error:  # noqa: BLE001 - clients of networks raise anything; the run goes on without it
-            self._say(
+            self._journal.say(
                 f"tracking with {self.name} has ended: {type(error).__name__}: {first_line(error)}; the run goes on, "
                 "and metrics.jsonl has everything"
             )

@@ -29,7 +29,7 @@ class DPO(Recipe):
         """Start the actor; it is its own reference, before the first step."""
         loss = PreferenceLoss(name=setup.config.preferences.name, beta=setup.config.preferences.beta)
         actor, source = await Actor.create(setup.placement, loss), setup.examples()
-        reference = InitialLogprobs(setup.config, actor, source, setup.say)
+        reference = InitialLogprobs(setup.config, actor, source, setup.journal)
         return cls(config=setup.config, actor=actor, source=source, loss=loss, reference=reference)
 
     async def train_step(self, step: int) -> Metrics:

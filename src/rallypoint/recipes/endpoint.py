@@ -11,11 +11,11 @@ import contextlib
 import copy
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.disk import naming
 from rallypoint.errors import DiskError, ServingError
+from rallypoint.journal import Journal
 from rallypoint.recipes.material import Material
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.guests import GuestRequests
@@ -30,14 +30,14 @@ _GRACE_S = 5.0
 class Endpoint:
     """Takes the port at once, and answers once it was opened."""
 
-    def __init__(self, port: int, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, port: int, folder: RunFolder, journal: Journal) -> None:
         """Take a port of this machine.
 
         Raises:
             ServingError: it is taken.
         """
         self._socket = bind(_HOST, port)
-        self._folder, self._say = folder, say
+        self._folder, self._journal = folder, journal
         self._server: Server | None = None
         self._guests: GuestRequests | None = None
         self._running: asyncio.Task[None] | None = None
@@ -67,10 +67,12 @@ class Endpoint:
             _write_secret(self._folder.endpoint_key, key)
             await asyncio.to_thread(server.start)
         except (ServingError, DiskError) as error:
-            self._say(f"no endpoint, the run goes on without: {error}")
+            self._journal.say(f"no endpoint, the run goes on without: {error}")
             return
         self._server = server
-        self._say(f"answering as {name!r} at http://{_HOST}:{port}/v1; the key is in {self._folder.endpoint_key}")
+        self._journal.say(
+            f"answering as {name!r} at http://{_HOST}:{port}/v1; the key is in {self._folder.endpoint_key}"
+        )
 
     async def close(self) -> None:
         """Accept no more, let what is under way end for some seconds, and give the rest up."""

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import shutil
+import time
 import uuid
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -18,31 +19,36 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step, open_runtime
-from rallypoint.config import RECIPES, LoadedConfig, RunConfig, TrackingConfig, values_of
+from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
-from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.grader import open_grader
-from rallypoint.journal import CheckpointSaved, InputsRead, Journal, StepDone, Validated
+from rallypoint.journal import (
+    CheckpointSaved,
+    InputsRead,
+    Journal,
+    RolesStarted,
+    RunEnded,
+    Said,
+    Shown,
+    StepDone,
+    Validated,
+)
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.observability.tracker_clients import open_trackers
-from rallypoint.observability.trackers import Tracked, Trackers
-from rallypoint.observability.verl_names import as_in_verl
 from rallypoint.recipes.ending import draw
 from rallypoint.recipes.first_scores import FirstScores
 from rallypoint.recipes.interruption import interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.observer import Observer
+from rallypoint.recipes.readers import began_of, open_readers, recorded_end
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
-from rallypoint.recipes.reports import run_info, step_report
-from rallypoint.recipes.voice import Voice
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.run import MetricsLog, read_metrics
+from rallypoint.run import read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.digests import digests_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
@@ -88,6 +94,7 @@ def train(
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
     with folder.locked(), process_as_found(), few_threads(), Journal(folder.journal) as journal:
+        journal.subscribe(progress.take)
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
             found = found or read_material(config)
@@ -95,38 +102,43 @@ def train(
             write_config(folder, config)
         beginning = Beginning(0, config)
         if resume:
-            progress.waiting("comparing the checkpoint with its manifest")
+            journal.say("comparing the checkpoint with its manifest", level="wait")
             beginning = Beginning.resumed(folder, config, from_step)
             write_config(folder, config)
             journal.append(launched(loaded, folder.state().launched.overrides))
+        began = began_of(beginning, folder)
         if beginning.first == config.trainer.num_steps:
-            progress.start(run_info(config, folder, beginning.first))
-            progress.note(f"all {beginning.first} steps are done; for more of them raise trainer.num_steps")
+            journal.tell(began)
+            done = f"all {beginning.first} steps are done; for more of them raise trainer.num_steps"
+            journal.tell(Said(text=done))
             return True
-        voice = Voice(folder, progress, journal)
-        with voice.start(beginning.first, config):
-            is_done = asyncio.run(_train(beginning, folder, progress, found, observer or Observer(), voice))
-            voice.end("finished" if is_done else "stopped")
+        with recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
+            journal.append(began)
+            is_done = asyncio.run(_train(beginning, folder, journal, progress, found, observer or Observer()))
+            journal.append(RunEnded(how="finished" if is_done else "stopped"))
+            if trackers.are_any and (drawn := draw(folder)[0]):
+                trackers.picture(folder.state().step, drawn)
             return is_done
 
 
 async def _train(
-    beginning: Beginning, folder: RunFolder, progress: Progress, found: Found | None, observer: Observer, say: Voice
+    beginning: Beginning,
+    folder: RunFolder,
+    journal: Journal,
+    progress: Progress,
+    found: Found | None,
+    observer: Observer,
 ) -> bool:
-    config, first = beginning.config, beginning.first
-    endpoint, grader = _endpoint(config, folder, say), open_grader(config.reward, folder.logs / "reward.log")
-    trackers, files = _trackers(beginning, folder, say)
-    with contextlib.ExitStack() as at_end:
-        for one in (trackers, files, grader):
-            at_end.enter_context(contextlib.closing(one))
-        log = at_end.enter_context(MetricsLog(folder.metrics, also=trackers.log))
-        log.truncate_after(first)
-        progress.start(run_info(config, folder, first))
+    config, first, say = beginning.config, beginning.first, journal.say
+    endpoint, grader = _endpoint(config, folder, journal), open_grader(config.reward, folder.logs / "reward.log")
+    began_s, rollouts_gib = time.monotonic(), (config.tracking or TrackingConfig()).rollouts_gib
+    files = RolloutFiles(folder.path, max_gib=rollouts_gib, first=first, journal=journal)
+    with contextlib.closing(files), contextlib.closing(grader):
         for note in beginning.notes:
             say(note)
-        progress.waiting("reading model and data")
+        say("reading model and data", level="wait")
         found = found or await asyncio.to_thread(read_material, config)
-        progress.waiting(f"starting {config.cluster.runtime}")
+        say(f"starting {config.cluster.runtime}", level="wait")
         # Two things that take seconds each and do not need each other.
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
         preparing.add_done_callback(_take_note)
@@ -147,18 +159,18 @@ async def _train(
         shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
         try:
             pools = pools_of(config)
-            material = await _open_and_prepare(pools.open(runtime), preparing, say)
+            material = await _open_and_prepare(pools.open(runtime), preparing, journal)
             recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
             recording.add_done_callback(_take_note)
-            progress.waiting("starting the roles")
+            say("starting the roles", level="wait")
             rendezvous = rendezvous_of(config, runtime)
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            setup = Setup(placement, material, grader, say, say.journal)
+            setup = Setup(placement, material, grader, journal)
             recipe = await page_of(config).create(setup)
             record = await recording
-            say.journal.append(InputsRead(files=record.inputs))
-            run = _Run(setup, recipe, record, endpoint, say, folder, progress, log, files, trackers, observer)
+            journal.append(InputsRead(files=record.inputs))
+            run = _Run(setup, recipe, record, endpoint, journal, folder, progress, files, observer, began_s)
             if first:
                 await run.restore(first)
             return await run.steps(first)
@@ -171,33 +183,24 @@ async def _train(
                 rendezvous.close()
 
 
-def _trackers(beginning: Beginning, folder: RunFolder, say: Voice) -> tuple[Trackers, RolloutFiles]:
-    """Open what takes metrics and rollouts besides the run's own files of numbers."""
-    config, first = beginning.config, beginning.first
-    tracking = config.tracking or TrackingConfig()
-    tracked = Tracked(folder.path, tracking.project, first, dict(values_of(config)))
-    trackers = open_trackers(tracking.to, tracked, say, rename=as_in_verl if tracking.names == "verl" else dict)
-    return trackers, RolloutFiles(folder.path, max_gib=tracking.rollouts_gib, first=first, say=say)
-
-
-def _endpoint(config: RunConfig, folder: RunFolder, say: Voice) -> Endpoint | None:
+def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoint | None:
     """Take the port of the run's endpoint, if it has one; only then the server is imported."""
     if config.rollout.serve is None:
         return None
     from rallypoint.recipes.endpoint import Endpoint
 
-    return Endpoint(config.rollout.serve, folder, say)
+    return Endpoint(config.rollout.serve, folder, journal)
 
 
 async def _open_and_prepare(
-    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], say: Voice
+    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], journal: Journal
 ) -> Material:
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
         return (await asyncio.gather(preparing, opened))[0]
     except asyncio.CancelledError:
-        say("interrupted while starting: what was started is ended; once more ends it at once")
+        journal.say("interrupted while starting: what was started is ended; once more ends it at once")
         raise
     finally:
         opened.cancel()
@@ -218,13 +221,13 @@ class _Run:
     recipe: Recipe
     record: Record
     endpoint: Endpoint | None
-    voice: Voice
+    journal: Journal
     folder: RunFolder
     progress: Progress
-    log: MetricsLog
     rollouts: RolloutFiles
-    trackers: Trackers
     observer: Observer
+    began_s: float
+    """When it began, by the clock that only goes forward."""
     first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
     saved: int = 0
     """Step of the newest checkpoint."""
@@ -244,19 +247,13 @@ class _Run:
 
     async def steps(self, first: int) -> bool:
         """Do the steps after step `first`; return whether all were done."""
-        curve = CurveAsItGoes(self.folder.path)
         try:
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
-                is_done = await self._steps(first, interrupted, curve)
-                self.trackers.ending = "finished" if is_done else "stopped"
-                return is_done
+                return await self._steps(first, interrupted)
         finally:
-            curve.close()
             await self.recipe.close()
-            if self.trackers.are_any and (drawn := (await asyncio.to_thread(draw, self.folder))[0]):
-                self.trackers.picture(self.saved, drawn)
 
     async def _begin(self, first: int) -> None:
         actor, source = self.recipe.actor, self.recipe.sampling
@@ -268,25 +265,26 @@ class _Run:
             await actor.publish(source)
             if self.endpoint is not None:
                 await self.endpoint.open(self.setup.material, source.mailbox, actor.is_published)
-        self.log.write(first, {**({} if first else self.setup.material.counts()), TIME_PREFIX + START: self.log.open_s})
+        counts = {} if first else self.setup.material.counts()
+        metrics = {**counts, TIME_PREFIX + START: time.monotonic() - self.began_s}
+        self.journal.append(RolesStarted(step=first, metrics=metrics))
         if first == 0:
             await self._validate(0)
 
-    async def _steps(self, first: int, interrupted: asyncio.Event, curve: CurveAsItGoes) -> bool:
+    async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
         config = self.setup.config
         num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
         for step in range(first + 1, num_steps + 1):
             if interrupted.is_set():
-                self.voice.note(f"interrupted after step {step - 1}")
+                self.journal.say(f"interrupted after step {step - 1}", level="log")
                 return False
             try:
                 await self._step(step)
             except AbandonedError as error:
-                self.setup.say(f"step {step} is given up, and repeated by --resume: {error}")
+                self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
                 if self.saved < step - 1:
                     await self._save(step - 1)
                 return False
-            curve.refresh()
             if step % config.validation.every_steps == 0 or step == num_steps:
                 await self._validate(step)
             if self.observer.after_step(step, self.newest):
@@ -297,8 +295,7 @@ class _Run:
 
     def _promise(self, signal: str) -> None:
         message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
-        self.voice.note(message)
-        self.progress.ending(message)
+        self.journal.say(message, level="end")
         self.recipe.hurry()
 
     def _lost(self) -> str:
@@ -312,41 +309,38 @@ class _Run:
         scalars = merge(metrics, await self.setup.placement.memory()).scalars()
         self._log_agreement(step, scalars)
         self.newest = {**scalars, **spans.scalars()}
-        self.log.write(step, self.newest)
         rollouts = self.recipe.newest
         digests = digests_of(rollouts, self.recipe.actor.learned)
-        self.voice.journal.append(StepDone(step=step, metrics=self.newest, digests=digests))
         if rollouts is not None:
+            rows = [{STEP: step, **dataclasses.asdict(one)} for one in rollouts.records(_NUM_SHOWN)]
+            self.journal.tell(Shown(step=step, rows=rows))
             self.rollouts.put(step, rollouts)
-            if told := self.first_scores.add(rollouts, self.setup.config, str(self.folder.path)):
-                self.voice(told)
-        self.progress.step(step_report(step, scalars, spans, rollouts.records(_NUM_SHOWN) if rollouts else ()))
+        self.journal.append(StepDone(step=step, metrics=self.newest, digests=digests, seconds=spans.elapsed_s))
+        told = rollouts and self.first_scores.add(rollouts, self.setup.config, str(self.folder.path))
+        if told:
+            self.journal.say(told)
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
         """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
         found = Agreement.of([{STEP: step, **scalars}], self.setup.material.token_text)
         if found is not None and not found.largest <= self.largest_gap:
             self.largest_gap = found.largest
-            self.voice.note(f"rollout and old logprobs: {found}")
+            self.journal.say(f"rollout and old logprobs: {found}", level="log")
 
     async def _validate(self, step: int) -> None:
-        measured, newest = None, self.recipe.newest
-        if newest is not None:
-            self.trackers.table(step, [{STEP: step, **dataclasses.asdict(one)} for one in newest.records(_NUM_SHOWN)])
+        measured = None
         with collect_spans() as spans, span("validate"):
             try:
                 measured = await self.recipe.validate()
             except AbandonedError as error:
-                self.setup.say(f"the validation after step {step} is left out: {error}")
+                self.journal.say(f"the validation after step {step} is left out: {error}")
         if measured is not None:
             scalars = measured.prefixed("validation").scalars()
             self.newest |= scalars
-            self.voice.journal.append(Validated(step=step, metrics=scalars))
-            self.log.write(step, {**scalars, **spans.scalars()})
+            self.journal.append(Validated(step=step, metrics={**scalars, **spans.scalars()}))
             self._note_best(step, scalars)
             if self.recipe.validated is not None:
                 self.rollouts.put(step, self.recipe.validated, "validation")
-            self.progress.validation(step, scalars[f"validation/{RECIPES[self.setup.config.recipe].validated}"])
 
     def _note_best(self, step: int, scalars: Mapping[str, float]) -> None:
         score = scalars.get(VALIDATION, math.nan)
@@ -361,8 +355,7 @@ class _Run:
         """
         recipe = self.recipe
         with collect_spans() as spans, span("checkpoint"):
-            self.log.sync()
-            self.voice.journal.sync()
+            self.journal.sync()
             await asyncio.to_thread(self.rollouts.flush)
             with checkpoint.writing(self.folder.checkpoints, step) as folder:
                 (folder / "training").mkdir()
@@ -374,5 +367,4 @@ class _Run:
             checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
         self.saved = step
         weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
-        self.voice.journal.append(CheckpointSaved(step=step, weights=weights))
-        self.log.write(step, spans.scalars())
+        self.journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))

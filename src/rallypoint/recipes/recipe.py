@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -80,9 +80,8 @@ class Setup:
     placement: Placement
     material: Material
     grader: Grader
-    say: Callable[[str], None]
-    """Called with a line for the user."""
     journal: Journal
+    """The journal of the run; its `say` appends a line for the user."""
 
     @property
     def config(self) -> RunConfig:
@@ -105,11 +104,11 @@ class Setup:
         rollout = self.config.rollout
         is_repeated = rollout.engine != "native" or rollout.exact or rollout.max_staleness  # or by its schedule
         if episode is not single_turn and not is_repeated:
-            self.say(_NOT_EXACT)
+            self.journal.say(_NOT_EXACT)
         rollouts = await Rollouts.create(self.placement)
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if transport_name(self.config) is None:
-            self.say(f"published weights: {describe_transport(rollouts.transport.name)}")
+            self.journal.say(f"published weights: {describe_transport(rollouts.transport.name)}")
         times = Timekeeper(time.monotonic, self.journal)
         return RolloutSource(
             self.config,
@@ -117,7 +116,7 @@ class Setup:
             Prompts(train, validation, self.material.tokenizer, self.material.stop_tokens),
             Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
-            Watch(self.say, times),
+            Watch(self.journal.say, times),
         )
 
     def examples(self) -> ExampleSource:

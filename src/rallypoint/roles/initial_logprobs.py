@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.config import RECIPES, RunConfig
+from rallypoint.journal import Journal
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource, rows_of
 from rallypoint.types import Sequences
@@ -35,10 +36,10 @@ class InitialLogprobs:
         config: RunConfig,
         actor: Actor[Any],
         source: ExampleSource,
-        say: Callable[[str], None],
+        journal: Journal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._actor, self._source, self._say, self._clock = actor, source, say, clock
+        self._actor, self._source, self._journal, self._clock = actor, source, journal, clock
         self._wanted = torch.tensor(source.examples_until(config.trainer.num_steps * config.num_examples))
         num_rows = RECIPES[config.recipe].rows_per_example
         self._train = torch.full((int(self._wanted.max()) + 1, num_rows), torch.nan, dtype=torch.float64)
@@ -62,7 +63,7 @@ class InitialLogprobs:
             done += len(part)
             if (now := self._clock()) - told >= _TELL_S:
                 told = now
-                self._say(f"the reference has judged {done:,} of {len(missing):,} pairs, before the first step")
+                self._journal.say(f"the reference has judged {done:,} of {len(missing):,} pairs, before the first step")
         if self._source.validation is not None and self.of_validation is None:
             self.of_validation = await self._sums(self._source.validation)
 

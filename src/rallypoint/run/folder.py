@@ -34,7 +34,17 @@ from rallypoint.data.locate import is_local
 from rallypoint.disk import naming
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Journal, Launched, RunState, fold, read_journal
+from rallypoint.journal import (
+    Entry,
+    Journal,
+    Launched,
+    RunBegan,
+    RunEnded,
+    RunState,
+    Said,
+    fold,
+    read_journal,
+)
 from rallypoint.run.trust import sign
 
 _START_S = 3600.0
@@ -115,6 +125,18 @@ class RunFolder:
         path = self.logs / "train.log"
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def take(self, entry: Entry) -> None:
+        """Write what a person reads of an event into logs/train.log."""
+        match entry.event:
+            case RunBegan(first=first):
+                self.log(f"begun after step {first}")
+            case RunEnded(how=how, why=why):
+                self.log(f"{how}: {why}" if why else how)
+            case Said(text=text, level=level) if level != "wait":
+                self.log(text)
+            case _:
+                pass
 
     def is_in_use(self) -> bool:
         """Whether another process is training in it. Do not ask in the process that is: it would lose its lock."""

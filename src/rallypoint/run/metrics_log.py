@@ -24,6 +24,7 @@ from typing import Self
 
 from rallypoint.disk import naming
 from rallypoint.errors import RunFolderError
+from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 
@@ -31,25 +32,27 @@ STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 class MetricsLog:
     """Appends to a run's `metrics.jsonl`; continues the file when it is already there."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        also: Callable[[int, Mapping[str, float]], None] = lambda _step, _scalars: None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the file.
 
         Args:
             path: of it.
             clock: tells seconds.
-            also: called with what every line has, after it was written.
         """
-        self.path, self._also = Path(path), also
-        self._clock = clock
+        self.path, self._clock = Path(path), clock
         if self.path.exists():
             self._rewrite(_whole_lines(self.path))
         self._open()
+
+    def take(self, entry: Entry) -> None:
+        """Write what an event of the run has measured; a start drops the lines of steps that are done again."""
+        match entry.event:
+            case RunBegan(first=first):
+                self.truncate_after(first)
+            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
+                self.write(event.step, event.metrics)
+            case _:
+                pass
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Append one line and hand it to the operating system.
@@ -66,12 +69,6 @@ class MetricsLog:
         with naming(self.path, len(line)):
             self._file.write(line)
             self._file.flush()
-        self._also(step, scalars)
-
-    @property
-    def open_s(self) -> float:
-        """Seconds since this start of the run opened the file."""
-        return self._clock() - self._began
 
     def sync(self) -> None:
         """Flush all lines to the disk, so that no power cut takes those of steps that a checkpoint has.

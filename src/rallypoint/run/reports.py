@@ -7,15 +7,18 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from rallypoint.config import WATCHED
+from rallypoint.config import RECIPES, WATCHED, RunConfig
 from rallypoint.extras import find_unusable
+from rallypoint.journal import RunBegan, RunState, StepDone
 from rallypoint.observability.health import health
 from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
+from rallypoint.plan.run_plan import transport_name
 from rallypoint.run.agreement import Agreement
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, TIME, read_metrics
 
 VALIDATION, REWARD = "validation/score", "reward/mean"
@@ -56,6 +59,48 @@ class RunInfo:
     num_warmup_steps: int = 0
     """Steps of the learning rate's warmup, in which the policy is not expected to learn."""
 
+    @classmethod
+    def of(cls, began: RunBegan) -> Self:
+        """Return what there is to know of a start, and what was done up to the step that it goes on from."""
+        config, folder = RunConfig.model_validate(_nested(began.config)), RunFolder(Path(began.folder))
+        before, spec = folder.state() if began.first else RunState(), RECIPES[config.recipe]
+        watched, validated = config.watched[0][0], f"validation/{spec.validated}"
+        steps, validations = (
+            [one.metrics for step, one in sorted(done.items()) if step <= began.first]
+            for done in (before.steps, before.validations)
+        )
+        ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
+        weights = f"; weights: {transport_name(config) or 'as placed'}" if "rollout" in config.roles else ""
+        return cls(
+            name=folder.path.name,
+            algorithm=config.recipe,
+            num_steps=config.trainer.num_steps,
+            run_dir=folder.path,
+            detail=f"{ranks} on {config.cluster.runtime}{weights}",
+            first_step=began.first + 1,
+            num_warmup_steps=config.num_warmup_steps,
+            watched=config.watched,
+            validated=spec.validated,
+            course=[metrics[watched] for metrics in steps if watched in metrics],
+            validations=[metrics[validated] for metrics in validations if validated in metrics],
+        )
+
+
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return sections for dotted keys.
+
+    >>> _nested({"seed": 1, "rollout.top_k": 2})
+    {'seed': 1, 'rollout': {'top_k': 2}}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        inside = found
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return found
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
@@ -80,6 +125,25 @@ class StepReport:
     num_tokens: int
     """Tokens sampled in this step; divided by `seconds` they are the speed on the screen."""
     completion: Completion | None = None
+
+    @classmethod
+    def of(cls, done: StepDone, rows: Sequence[Mapping[str, Any]] = ()) -> Self:
+        """Return the report of a step, with one of its rollouts."""
+        metrics, completion = done.metrics, None
+        if rows:
+            row = rows[done.step % len(rows)]
+            completion = Completion(**{field.name: row[field.name] for field in dataclasses.fields(Completion)})
+        spans = {
+            name.removeprefix(TIME_PREFIX): value for name, value in metrics.items() if name.startswith(TIME_PREFIX)
+        }
+        return cls(
+            step=done.step,
+            scalars=metrics,
+            spans=top_level(spans),
+            seconds=done.seconds,
+            num_tokens=int(metrics.get(TOKENS_SAMPLED, metrics[TOKENS_TRAINED])),
+            completion=completion,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

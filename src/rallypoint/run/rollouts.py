@@ -38,6 +38,7 @@ from rallypoint.disk import explain
 from rallypoint.environments.attempts import Attempt, answer_in
 from rallypoint.environments.scoring import Scored, ScoredGroup
 from rallypoint.errors import RunFolderError
+from rallypoint.journal import Journal
 from rallypoint.types import ActorBatch, RolloutBatch, Sequences
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class RolloutFiles:
         *,
         max_gib: float,
         first: int,
-        say: Callable[[str], None],
+        journal: Journal,
         num_free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         """Remove the files of steps that are done again.
@@ -241,10 +242,11 @@ class RolloutFiles:
             folder: of the run.
             max_gib: room for all files; 0 for no files.
             first: step of the checkpoint that the run goes on from.
-            say: given a line for the user, from any thread.
+            journal: of the run.
             num_free: bytes that are free on the disk of a folder.
         """
-        self._folder, self._max_bytes, self._say, self._num_free = folder / "rollouts", max_gib * _GIB, say, num_free
+        self._folder, self._max_bytes = folder / "rollouts", max_gib * _GIB
+        self._journal, self._num_free = journal, num_free
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock, self._num_waiting = threading.Lock(), 0
         self._told: set[str] = set()
@@ -335,7 +337,7 @@ class RolloutFiles:
         """Say it once in each start of a run."""
         if what not in self._told:
             self._told.add(what)
-            self._say(f"rollouts: {message}")
+            self._journal.say(f"rollouts: {message}")
 
 
 def least_wanted(steps: Sequence[int], *, newest: int) -> int:

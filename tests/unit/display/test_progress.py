@@ -268,7 +268,7 @@ def test_the_summary_says_what_a_step_took_and_what_start_up_did(tmp_path: Path)
     now = [0.0]
     with MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: now[0]) as log:
         now[0] = 12.0
-        log.write(0, {"time_s/start": log.open_s})
+        log.write(0, {"time_s/start": 12.0})
         for step, seconds in enumerate((5.0, 1.4, 1.4, 1.4), start=1):  # the first one warms up
             now[0] += seconds
             log.write(step, {"reward/mean": 0.0, "time_s/rollout": seconds - 0.4, "time_s/learn": 0.4})

@@ -17,12 +17,18 @@ from rallypoint.journal import (
 
 def run(*, config=(), software="2.0", file="ab", digests=(), metrics=(), score=0.5, weights="w", num_steps=3):
     began = RunBegan(first=0, config={"seed": 0, **dict(config)}, software={"torch": software}, machine="m")
-    events = [began, InputsRead(files={"data.train": {"file 1": file}}), Validated(step=0, metrics={"score": 0.1})]
+    events = [
+        began,
+        InputsRead(files={"data.train": {"file 1": file}}),
+        Validated(step=0, metrics={"validation/score": 0.1}),
+    ]
     for step in range(1, num_steps + 1):
         parts = {"prompts": "p", "tokens": f"t{step}", "scores": "s"} | (dict(digests) if step == 2 else {})
         learned = {"actor/grad_norm": 1.0, "time/step": step * math.pi} | (dict(metrics) if step == 2 else {})
         events.append(StepDone(step=step, metrics=learned, digests=parts))
-    return fold([*events, Validated(step=2, metrics={"score": score}), CheckpointSaved(step=3, weights=weights)])
+    return fold(
+        [*events, Validated(step=2, metrics={"validation/score": score}), CheckpointSaved(step=3, weights=weights)]
+    )
 
 
 def test_equal_runs_have_none_and_a_longer_run_is_no_other_run():
@@ -40,7 +46,7 @@ def test_the_cause_comes_before_its_effects():
     assert first_difference(run(), run(metrics={"actor/grad_norm": 1.5}, score=0.1, weights="v")) == Difference(
         2, "actor/grad_norm", 1.0, 1.5
     )
-    assert first_difference(run(), run(score=0.1, weights="v")) == Difference(2, "score", 0.5, 0.1)
+    assert first_difference(run(), run(score=0.1, weights="v")) == Difference(2, "validation/score", 0.5, 0.1)
     assert first_difference(run(), run(weights="v")) == Difference(3, "weights", "w", "v")
 
 

@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from heard import heard
 
 from rallypoint.observability.tracker_clients import MLflow, Once, WeightsAndBiases, open_trackers
 from rallypoint.observability.trackers import Ending, Tracked
@@ -44,14 +45,14 @@ def say(line: str) -> None:
 def tell(name: str, folder: Path, png: Path) -> None:
     """Tell a tracker of two steps, and after a resume from the first of the second again, and of one more."""
     folder.mkdir()
-    trackers = open_trackers([name], run_in(folder), say, close_s=110.0)
+    trackers = open_trackers([name], run_in(folder), heard(say), close_s=110.0)
     trackers.log(1, {"reward/mean": 0.5, "actor/loss": math.nan})
     trackers.log(1, {"validation/pass@4/sums": 0.25})
     trackers.log(2, {"reward/mean": 0.75})
     trackers.table(2, ROWS)
     trackers.picture(2, png)
     trackers.close()
-    again = open_trackers([name], run_in(folder, first_step=1), say, close_s=110.0)
+    again = open_trackers([name], run_in(folder, first_step=1), heard(say), close_s=110.0)
     again.log(2, {"reward/mean": 0.75})
     again.table(2, ROWS)
     again.log(3, {"reward/mean": 1.0})

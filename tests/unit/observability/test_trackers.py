@@ -6,15 +6,19 @@ import sys
 import threading
 from pathlib import Path
 
-from rallypoint.observability.trackers import Ending, Tracked, Trackers, find_tracker_problem
+from heard import heard
+
+from rallypoint.journal import Ending, RolesStarted, RunBegan, RunEnded, Shown, StepDone, Validated
+from rallypoint.observability.trackers import Tracked, Trackers, find_tracker_problem
 from rallypoint.observability.verl_names import VERL_NAMES, as_in_verl
-from rallypoint.run import MetricsLog
+from rallypoint.run import MetricsLog, read_metrics
 
 LONG_S = 60.0
+CONFIG = {"trainer.num_steps": 3, "validation.every_steps": 2}
 
 
 def run_in(folder: Path, first_step: int = 0) -> Tracked:
-    return Tracked(folder, "rallypoint", first_step, {"seed": 3, "actor.optimizer.lr": 1e-6})
+    return Tracked(folder, "rallypoint", first_step, {**CONFIG, "seed": 3, "actor.optimizer.lr": 1e-6})
 
 
 class Recording:
@@ -42,15 +46,20 @@ class Recording:
 
 def test_every_line_of_the_metrics_goes_to_every_tracker_in_order(tmp_path):
     first, second = Recording(), Recording()
-    trackers = Trackers({"a": lambda _: first, "b": lambda _: second}, run_in(tmp_path), print, close_s=LONG_S)
-    with MetricsLog(tmp_path / "metrics.jsonl", also=trackers.log) as log:
-        log.write(1, {"reward/mean": 0.5})
-        log.write(1, {"validation/score": 1.0})
-        log.write(2, {"reward/mean": 0.7})
-    trackers.ending = "finished"
+    journal = heard()
+    trackers = Trackers({"a": lambda _: first, "b": lambda _: second}, run_in(tmp_path), journal, close_s=LONG_S)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        journal.subscribe(log.take, trackers.take)
+        journal.append(RunBegan(first=0, config={}, software={}, machine=""), RolesStarted(step=0, metrics={"a": 1.0}))
+        for step in (1, 2, 3):
+            journal.tell(Shown(step=step, rows=[{"step": step}]))
+            journal.append(StepDone(step=step, metrics={"reward/mean": 0.1 * step}, digests={}))
+        journal.append(Validated(step=3, metrics={"validation/score": 1.0}), RunEnded(how="finished"))
+        lines = [(int(line.pop("step")), line) for line in read_metrics(log.path) if line.pop("time_s") >= 0]
     trackers.close()
-    assert first.lines == [(1, {"reward/mean": 0.5}), (1, {"validation/score": 1.0}), (2, {"reward/mean": 0.7})]
-    assert second.lines == first.lines
+    assert [step for step, _ in first.lines] == [0, 1, 2, 3, 3]
+    assert first.lines == second.lines == lines
+    assert first.tables == [(2, [{"step": 2}]), (3, [{"step": 3}])]
     assert (first.closed, second.closed) == ("finished", "finished")
 
 
@@ -61,7 +70,7 @@ def test_a_tracker_that_raises_is_told_once_and_the_others_go_on(tmp_path):
     said: list[str] = []
     good = Recording()
     opens = {"bad": lambda _: Recording(fail), "good": lambda _: good}
-    trackers = Trackers(opens, run_in(tmp_path), said.append, close_s=LONG_S)
+    trackers = Trackers(opens, run_in(tmp_path), heard(said.append), close_s=LONG_S)
     for step in range(5):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -77,7 +86,7 @@ def test_a_tracker_that_cannot_be_opened_is_told_once(tmp_path):
         raise PermissionError("not logged in")
 
     said: list[str] = []
-    trackers = Trackers({"bad": refuse}, run_in(tmp_path), said.append, close_s=LONG_S)
+    trackers = Trackers({"bad": refuse}, run_in(tmp_path), heard(said.append), close_s=LONG_S)
     trackers.log(1, {"x": 1.0})
     trackers.close()
     assert "not logged in" in said[0]
@@ -92,7 +101,7 @@ def test_a_tracker_that_hangs_holds_neither_a_step_nor_the_end(tmp_path):
 
     said, left = [], []
     opens = {"slow": lambda _: Recording(hang)}
-    trackers = Trackers(opens, run_in(tmp_path), said.append, close_s=0.0, leave=left.append)
+    trackers = Trackers(opens, run_in(tmp_path), heard(said.append), close_s=0.0, leave=left.append)
     for step in range(7, 20_000):  # more than may wait
         trackers.log(step, {"x": 1.0})
     assert hangs.wait(LONG_S)
@@ -113,7 +122,7 @@ def test_a_tracker_that_is_busy_with_one_thing_for_long_is_told_of_once_while_th
         return Recording()
 
     trackers = Trackers(
-        {"slow": hang}, run_in(tmp_path), said.append, close_s=LONG_S, clock=lambda: time_s[0], leave=print
+        {"slow": hang}, run_in(tmp_path), heard(said.append), close_s=LONG_S, clock=lambda: time_s[0], leave=print
     )
     for step in (1, 2, 3):
         trackers.log(step, {"x": 1.0})
@@ -138,15 +147,16 @@ def test_a_tracker_that_is_waited_for_at_the_end_is_named(tmp_path):
         release.wait(LONG_S)
 
     opens = {"slow": lambda _: Recording(hang)}
-    trackers = Trackers(opens, run_in(tmp_path), say, close_s=10_000.0, clock=lambda: next(seconds), leave=print)
+    trackers = Trackers(opens, run_in(tmp_path), heard(say), close_s=10_000.0, clock=lambda: next(seconds), leave=print)
     trackers.log(1, {"x": 1.0})
     trackers.close()
     assert said == ["waiting for slow to take what is left, at most 9997 s"]
 
 
 HELD = """
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 from pathlib import Path
+from rallypoint.journal import Journal
 from rallypoint.observability import leaving
 from rallypoint.observability.trackers import Tracked, Trackers
 
@@ -162,7 +172,9 @@ def open_it(run):
     atexit.register(time.sleep, 600)
     return Held()
 
-trackers = Trackers({"wandb": open_it}, Tracked(Path("."), "p", 0, {}), print, close_s=0.0)
+journal = Journal(Path(os.devnull))
+journal.subscribe(lambda entry: print(entry.event.text))
+trackers = Trackers({"wandb": open_it}, Tracked(Path("."), "p", 0, {}), journal, close_s=0.0)
 trackers.log(4, {"x": 1.0})
 at_work.wait()
 trackers.close()
@@ -182,7 +194,7 @@ def test_a_tracker_that_was_left_behind_does_not_hold_the_process():
 
 def test_a_table_and_a_picture_go_the_same_way_and_metrics_by_the_names_that_are_wanted(tmp_path):
     good = Recording()
-    trackers = Trackers({"a": lambda _: good}, run_in(tmp_path), print, rename=as_in_verl, close_s=LONG_S)
+    trackers = Trackers({"a": lambda _: good}, run_in(tmp_path), heard(), rename=as_in_verl, close_s=LONG_S)
     trackers.log(1, {"reward/mean": 0.5, "rollout/idle": 0.1, "validation/majority@8/sums/hard": 1.0})
     trackers.table(1, [{"prompt": "2+2", "score": 0.5}])
     trackers.picture(1, tmp_path / "curve.png")

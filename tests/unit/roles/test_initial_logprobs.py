@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from heard import heard
 
 from rallypoint.config import load_config
 from rallypoint.data import Conversations, Rows, StreamedRows, encode_rows, load_conversations, make_digits_tokenizer
@@ -55,7 +56,7 @@ def test_every_pair_is_judged_once_an_epoch_at_most_and_known_after_a_restart(fi
     def made(num_steps):
         config, actor, told = load_config("dpo", [*KEYS, f"trainer.num_steps={num_steps}"]).config, SaysTokens(), []
         source, seconds = source_of(file, config, is_stream=is_stream), itertools.count(step=20.0)
-        found = InitialLogprobs(config, cast(Any, actor), source, told.append, lambda: next(seconds))
+        found = InitialLogprobs(config, cast(Any, actor), source, heard(told.append), lambda: next(seconds))
         return found, actor, source, told
 
     reference, actor, source, told = made(3)
@@ -79,5 +80,7 @@ def test_it_is_told_how_far_a_long_pass_is(file):
     config, told = load_config("dpo", [*KEYS, "trainer.num_steps=300"]).config, []
     seconds = itertools.count(step=20.0)
     source = source_of(file, config, is_stream=True)
-    asyncio.run(InitialLogprobs(config, cast(Any, SaysTokens()), source, told.append, lambda: next(seconds)).compute())
+    asyncio.run(
+        InitialLogprobs(config, cast(Any, SaysTokens()), source, heard(told.append), lambda: next(seconds)).compute()
+    )
     assert told == ["the reference has judged 1,024 of 1,200 pairs, before the first step"]

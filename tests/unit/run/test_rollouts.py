@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from heard import heard
 
 from rallypoint.data.dataset import Example, Message
 from rallypoint.environments.failures import RewardFailure
@@ -72,7 +73,7 @@ def step_rollouts(*, learned: bool = True, examples=None, texts=("4", "5", "\udc
 
 
 def files_in(folder: Path, *, max_gib=1.0, first=0, say=pytest.fail, num_free=lambda _: 2**50) -> RolloutFiles:
-    return RolloutFiles(folder, max_gib=max_gib, first=first, say=say, num_free=num_free)
+    return RolloutFiles(folder, max_gib=max_gib, first=first, journal=heard(say), num_free=num_free)
 
 
 def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
@@ -122,7 +123,7 @@ def test_a_step_of_which_no_row_was_learned_has_no_advantages(tmp_path: Path):
 
 def test_what_is_no_rollout_is_told_and_the_next_step_is_written(tmp_path: Path):
     said: list[str] = []
-    with contextlib.closing(RolloutFiles(tmp_path, max_gib=1, first=0, say=said.append)) as files:
+    with contextlib.closing(RolloutFiles(tmp_path, max_gib=1, first=0, journal=heard(said.append))) as files:
         files.put(1, step_rollouts(texts=("4",)))
         files.put(2, step_rollouts())
     assert "step_000001.parquet cannot be written" in said[0]

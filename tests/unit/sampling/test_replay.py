@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import os
 import re
-from pathlib import Path
 
 import pytest
+from heard import heard
 
 from rallypoint.config import load_config, values_of
 from rallypoint.errors import GenerationError, ScheduleError
@@ -194,8 +193,7 @@ def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up
     said = []
 
     async def main():
-        journal = Journal(Path(os.devnull))
-        journal.subscribe(lambda entry: said.append(entry.event.text))
+        journal = heard(said.append)
         recorded = RecordedSchedule((ORIGIN,), (part(0, 7, 3),))
         replay = Replay(recorded, SEED, journal=journal, timeout_s=0.05, patience_s=0.02)
         with pytest.raises(ScheduleError, match=r"has prompt 7 sample 0 next, which did not come in 0\.05 s"):
@@ -212,8 +210,8 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
     events = (load(0, 2), part(0, 1, 3), part(1, 2, 5), load(2, 2), part(0, 0, 4))
 
     async def main():
-        sent, said, journal = [], [], Journal(Path(os.devnull))
-        journal.subscribe(lambda entry: said.append(entry.event))
+        sent, said = [], []
+        journal = heard(said.append)
         replay = Replay(RecordedSchedule((Origin(2, {}),), events), SEED, journal=journal, timeout_s=60)
         schedule = Schedule(replay=replay)
 
