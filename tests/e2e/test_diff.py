@@ -105,3 +105,4 @@ def test_a_planted_difference_is_named_at_its_step_and_place(runs, own, first, p
         assert "'11'  |  '19'" in said.stdout
     if what == "tokens":
         assert " with logprob -" in said.stdout
+        assert " by the trainer" in said.stdout

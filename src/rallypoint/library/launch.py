@@ -26,8 +26,8 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
+from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.machine import choices
-from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.preflight import find_wanted, load_checked
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 

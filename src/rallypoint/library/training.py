@@ -26,7 +26,7 @@ from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
 from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
-from rallypoint.recipes.observer import Observer
+from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.recipes.use import find_trained
 from rallypoint.run.folder import RunFolder

@@ -1,4 +1,4 @@
-"""Ctrl-C and the other signals that ask a run to end: it saves its state first."""
+"""Who may end a run, which saves its state first: Ctrl-C and other signals, a thread, a user's callback."""
 
 from __future__ import annotations
 
@@ -8,15 +8,55 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import NoReturn
-
-from rallypoint.recipes.observer import Observer
 
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 """Signals that ask a run to end, in a user's words: from a person, a scheduler, a closed terminal."""
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+class Observer:
+    """Hears of each step, and may end the run; `rally.train` overrides `after_step`.
+
+    `ask` may be called from any thread and at any time, also before the run has begun or after it has ended.
+    """
+
+    owns_process = True
+    """Whether a second signal may end the process without unwinding, as the command's; in a program it raises."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ways: list[Callable[[], object]] = []
+        self._num_asked = 0
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take note of a step with all its metrics; return whether the run is to be saved and to end."""
+        del step, metrics
+        return False
+
+    def ask(self) -> None:
+        """Let the run save its state and end; a second time, end it at its next wait, without saving."""
+        with self._lock:
+            self._num_asked += 1
+            if self._ways:
+                self._ways[min(self._num_asked, 2) - 1]()
+
+    @contextlib.contextmanager
+    def ending(self, gently: Callable[[], None]) -> Iterator[None]:
+        """Let `ask` reach the task and the event loop that this block is part of."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a run is a task of its loop"
+        with self._lock:
+            self._ways = [lambda: loop.call_soon_threadsafe(gently), lambda: loop.call_soon_threadsafe(task.cancel)]
+            if self._num_asked:
+                gently()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ways = []
 
 
 @contextlib.contextmanager

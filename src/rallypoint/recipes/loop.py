@@ -40,10 +40,9 @@ from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.recipes.ending import draw
 from rallypoint.recipes.first_scores import FirstScores
-from rallypoint.recipes.interruption import interruptible
+from rallypoint.recipes.interruption import Observer, interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
-from rallypoint.recipes.observer import Observer
 from rallypoint.recipes.readers import began_of, open_readers, recorded_end
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor

@@ -112,10 +112,12 @@ def _first_place(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def _token(row: Mapping[str, Any], column: str, place: int) -> str:
-    """Return what a row has at a place; of a sampled token also its logprob."""
+    """Return what a row has at a place; of a sampled token also its logprobs."""
     values = row[column] or ()
     if place >= len(values):
         return "none, the row has ended"
     if column != "response_ids":
         return f"{values[place]!r}"
-    return f"id {values[place]} with logprob {row['rollout_logprobs'][place]:.4f}"
+    trained = row.get("old_logprobs") or ()
+    beside = f", {trained[place]:.4f} by the trainer" if place < len(trained) else ""
+    return f"id {values[place]} with logprob {row['rollout_logprobs'][place]:.4f}{beside}"

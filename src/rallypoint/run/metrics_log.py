@@ -51,6 +51,8 @@ class MetricsLog:
                 self.truncate_after(first)
             case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
                 self.write(event.step, event.metrics)
+                if isinstance(event, CheckpointSaved):  # no power cut takes the lines of its steps
+                    self.sync()
             case _:
                 pass
 

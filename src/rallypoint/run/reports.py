@@ -141,7 +141,7 @@ class StepReport:
             scalars=metrics,
             spans=top_level(spans),
             seconds=done.seconds,
-            num_tokens=int(metrics.get(TOKENS_SAMPLED, metrics[TOKENS_TRAINED])),
+            num_tokens=int(metrics.get(TOKENS_SAMPLED, metrics.get(TOKENS_TRAINED, 0))),
             completion=completion,
         )
 

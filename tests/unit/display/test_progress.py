@@ -9,8 +9,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rallypoint.config import RECIPES
+from rallypoint.config import RECIPES, load_config, values_of
 from rallypoint.display import LivePanel, PlainLines, Progress, Silent, make_progress
+from rallypoint.journal import Journal, RunBegan, Shown, StepDone, Validated
 from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, Summary
 from rallypoint.run.agreement import Agreement
 
@@ -170,6 +171,36 @@ def test_the_summary_takes_the_place_of_the_panel() -> None:
     end = written(console)[written(console).rindex("╰") :]
     assert "digits-0 finished" in end
     assert "a warning" in end
+
+
+def test_a_display_shows_the_events_of_a_journal_and_a_resumed_run_its_course(tmp_path: Path) -> None:
+    config = dict(values_of(load_config("digits").config))
+    began = RunBegan(first=0, config=config, software={}, machine="", folder=str(tmp_path / "mine"))
+    console, panel = Console(file=io.StringIO()), LivePanel(terminal(), clock=lambda: 0.0)
+    plain = PlainLines(console, clock=lambda: 0.0)
+    (tmp_path / "mine").mkdir()
+    with Journal(tmp_path / "mine" / "journal.jsonl") as journal:
+        journal.subscribe(plain.take)
+        journal.say("reading model and data", level="wait")
+        journal.append(began, Validated(step=0, metrics={"validation/score": 0.25, "time_s/validate": 1.0}))
+        journal.say("the first\nand more")
+        journal.say("for the log alone", level="log")
+        row = {**dataclasses.asdict(EXAMPLE), "step": 1}
+        journal.tell(Shown(step=1, rows=[row]))
+        metrics = {**SCALARS, "rollout/num_tokens": 640, "time_s/rollout": 1.5, "time_s/rollout/load": 1.0}
+        journal.append(StepDone(step=1, metrics=metrics, digests={}, seconds=2.0))
+        journal.subscribe(panel.take)
+        journal.append(dataclasses.replace(began, first=1))
+        journal.say("the end comes", level="end")
+    text = written(console)
+    for words in (
+        "reading model and data ...", "ppo mine  120 steps", "validation after step 0: 0.250", "tok/s  320", " 2.00 s",
+        "note: the first (more in logs/train.log)", "resumed at step 2", "the end comes",
+    ):  # fmt: skip
+        assert words in text, (words, text)
+    assert "for the log alone" not in text
+    assert plain._state.completion == EXAMPLE
+    assert (panel._state.course.points(), panel._state.validations.points()) == ([0.412], [0.25])
 
 
 def test_a_plain_line_has_everything_in_columns_that_stay_where_they_are() -> None:

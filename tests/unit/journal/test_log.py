@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Journal, RunBegan, RunEnded, Said, StepDone, fold, read_journal
+from rallypoint.journal import Journal, RunBegan, RunEnded, Said, Shown, StepDone, fold, read_journal
 
 BEGAN = RunBegan(first=0, config={"seed": 0}, software={"torch": "2"}, machine="here")
 
@@ -97,3 +97,29 @@ def test_a_start_from_nothing_supersedes_everything_and_one_from_a_checkpoint_wh
     assert list(fold([BEGAN, *steps, BEGAN, steps[0]]).steps) == [1]
     assert fold([BEGAN, RunEnded(how="failed", why="x"), again]).ended is None
     assert fold([]).step == 0
+
+
+def test_readers_get_every_event_once_it_is_written_in_its_order_and_what_is_told_is_not_kept(tmp_path: Path):
+    path, heard = tmp_path / "journal.jsonl", []
+
+    def answer(entry) -> None:
+        heard.append((entry.number, entry.event))
+        assert not entry.number or entry.event in events(path)
+        if isinstance(entry.event, StepDone):
+            journal.say("a reader may say something", level="log")
+
+    with Journal(path) as journal:
+        journal.append(BEGAN)
+        journal.subscribe(answer)
+        done = StepDone(step=1, metrics={}, digests={})
+        journal.append(done)
+        journal.tell(Shown(step=2, rows=[{"prompt": "2+2"}]))
+    journal.say("after the end")
+    said = Said(text="a reader may say something", level="log")
+    assert heard == [
+        (2, done),
+        (3, said),
+        (0, Shown(step=2, rows=[{"prompt": "2+2"}])),
+        (0, Said(text="after the end")),
+    ]
+    assert events(path) == [BEGAN, done, said]

@@ -8,8 +8,7 @@ import pytest
 
 PROGRAM = """
 import asyncio, signal, sys, threading, time
-from rallypoint.recipes.interruption import interruptible
-from rallypoint.recipes.observer import Observer
+from rallypoint.recipes.interruption import Observer, interruptible
 
 def say(line):
     print(line, flush=True)
