@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from rallypoint.data.dataset import Example
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.template import cued_text
+from rallypoint.data.template import cued_texts
 from rallypoint.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -166,13 +166,13 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], problems: Problems
 ) -> Iterator[tuple[Example, tuple[int, ...]]]:
     for start in range(0, len(examples), _PROMPTS_PER_CALL):
+        part = examples[start : start + _PROMPTS_PER_CALL]
         texts, fitting = list[str](), list[Example]()
-        for example in examples[start : start + _PROMPTS_PER_CALL]:
-            try:
-                texts.append(cued_text(tokenizer, _conversation(example)))
-            except ModelError as error:
-                problems.add(f"{example.name}: {error}")
+        for example, found in zip(part, cued_texts(tokenizer, [*map(_conversation, part)]), strict=True):
+            if isinstance(found, ModelError):
+                problems.add(f"{example.name}: {found}")
             else:
+                texts.append(found)
                 fitting.append(example)
         rows = cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
         yield from ((example, tuple(row)) for example, row in zip(fitting, rows, strict=True))

@@ -142,19 +142,35 @@ def hold_clock(tokenizer: PreTrainedTokenizerBase, now: Callable[[], datetime] =
     return moment
 
 
+def cued_texts(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping[str, str]]]
+) -> list[str | ModelError]:
+    """Return each conversation in the chat template, with the cue for the assistant, written in one call.
+
+    A conversation that does not fit the template, or a message of which is not in what that writes, has its error.
+    """
+    try:
+        given = [list(conversation) for conversation in conversations]
+        written = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)  # pyright: ignore[reportArgumentType]
+    except template_errors() as error:
+        if len(conversations) > 1:  # the others are written beside the one that does not fit
+            return [found for one in conversations for found in cued_texts(tokenizer, [one])]
+        return [ModelError(f"the messages do not fit the model's chat template: {error}")]
+    pairs = zip(cast("list[str]", written), conversations, strict=True)
+    found = [(text, left_out(conversation, text)) for text, conversation in pairs]
+    return [text if lost is None else ModelError(f"{lost}; {MEND_TEMPLATE}") for text, lost in found]
+
+
 def cued_text(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Mapping[str, str]]) -> str:
     """Return a conversation in the chat template, with the cue for the assistant.
 
     Raises:
         ModelError: it does not fit the template, or a message is not in what that writes.
     """
-    try:
-        text = str(tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False))  # pyright: ignore[reportArgumentType]
-    except template_errors() as error:
-        raise ModelError(f"the messages do not fit the model's chat template: {error}") from error
-    if (problem := left_out(conversation, text)) is not None:
-        raise ModelError(f"{problem}; {MEND_TEMPLATE}")
-    return text
+    (found,) = cued_texts(tokenizer, [conversation])
+    if isinstance(found, ModelError):
+        raise found
+    return found
 
 
 def left_out(conversation: Sequence[Mapping[str, str]], text: str) -> str | None:

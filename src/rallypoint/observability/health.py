@@ -31,7 +31,7 @@ class Health:
     value: float = math.nan
     """The scalar's value; NaN for `healthy`."""
     advice: str = ""
-    """Which key of the config to turn, and which way: at most 62 characters, a line of the panel at 80 columns."""
+    """Key of the config to turn, and which way: at most 62 characters, a line of the panel at 80 columns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
