@@ -1,10 +1,12 @@
 """Ray's own processes are stopped and killed under a program; it says which, ends, and with its own status."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,7 +102,7 @@ def run_program(folder: Path, victim: str, how: signal.Signals) -> tuple[int, st
 
 
 def run(folder: Path, program: str, *args: str) -> tuple[int, str]:
-    """Run a program with arguments; return its status and what it printed."""
+    """Run a program with arguments; return its status and what it printed, once nothing of its Ray is left."""
     (folder / "program.py").write_text(program)
     (folder / "echoing.py").write_text(WORKERS)
     done = subprocess.run(
@@ -113,7 +115,21 @@ def run(folder: Path, program: str, *args: str) -> tuple[int, str]:
         timeout=240,
         check=False,
     )
+    deadline = time.monotonic() + 60  # the reaper ends what is left
+    while (left := processes_in(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == {}
     return done.returncode, done.stdout
+
+
+def processes_in(folder: Path) -> dict[int, str]:
+    """Return what was started in a folder, the helpers of a Ray included, which hide their environment."""
+    found: dict[int, str] = {}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, OSError):
+            if (process / "cwd").readlink() == folder and int(process.name) != os.getpid():
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return found
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])

@@ -241,29 +241,36 @@ def test_a_thread_that_may_end_before_the_program_cannot_start_a_cluster(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reaper_ends_the_marked_stubborn_ones_too_and_nobody_else():
+def test_the_reaper_ends_what_is_marked_or_writes_logs_the_stubborn_ones_too_and_nobody_else(tmp_path):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     mark = f"test-{os.getpid()}"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])"
-    programs = {"stubborn": stubborn, "parent": parent, "longer mark": stubborn, "read it": stubborn}
-    marks = {"stubborn": mark, "parent": mark, "longer mark": mark + "0", "read it": ""}
+    opening = "import os, sys; held = os.open(sys.argv[1], int(sys.argv[2]) | os.O_CREAT); "
+    writes, log, of_driver = str(os.O_WRONLY), str(tmp_path / "raylet.out"), str(tmp_path / "python-core-driver_0.log")
+    ended = {"stubborn": (mark, stubborn), "parent": (mark, parent), "a log": ("", opening + stubborn, log, writes)}
+    stay = {
+        "longer mark": (mark + "0", stubborn),
+        "read it": ("", stubborn, f"{reaper.MARK}={mark}"),
+        "reads a log": ("", opening + stubborn, log, str(os.O_RDONLY)),
+        "forked by the driver": ("", opening + stubborn, of_driver, writes),
+    }
     processes = {
         name: subprocess.Popen(
-            [sys.executable, "-c", program, f"{reaper.MARK}={mark}" if name == "read it" else ""],
-            stdout=subprocess.PIPE,
-            env={**os.environ, reaper.MARK: marks[name]},
+            [sys.executable, "-S", "-c", *words], stdout=subprocess.PIPE, env={**os.environ, reaper.MARK: marked}
         )
-        for name, program in programs.items()
+        for name, (marked, *words) in (ended | stay).items()
     }
+    link = tmp_path.with_name(f"{tmp_path.name}-link")
+    link.symlink_to(tmp_path)
     try:
         for process in processes.values():
             assert process.stdout is not None
             process.stdout.readline()
-        assert reaper.end_processes(mark, grace_s=0.3) == 3, "one that starts another, that other, and the stubborn one"
-        assert processes["stubborn"].wait(10) == -signal.SIGKILL
+        assert reaper.end_processes(mark, grace_s=0.3, folder=str(link)) == 4, "and the one that `parent` started"
+        assert processes["stubborn"].wait(10) == processes["a log"].wait(10) == -signal.SIGKILL
         assert processes["parent"].wait(10) == -signal.SIGTERM
-        assert [processes[name].poll() for name in ("longer mark", "read it")] == [None, None]
-        assert reaper.end_processes(mark) == 0
+        assert [processes[name].poll() for name in stay] == [None] * len(stay)
+        assert reaper.end_processes(mark, folder=str(link)) == 0
     finally:
         for process in processes.values():
             process.kill()

@@ -7,8 +7,8 @@ it is done, or dies. It must know neither Ray nor rallypoint, and imports little
 A process belongs to the cluster if the cluster's mark stands in the environment it was started with. The driver sets
 the mark only while it starts Ray, so Ray's processes, its workers and whatever these start inherit it, and nobody
 else has it: not the driver, not another cluster, not a terminal in which somebody reads the logs. Some of Ray's
-processes give themselves a title, which may be written over that environment; those are known by where their output
-goes: into a log of the cluster's.
+processes give themselves a title, which is written over that environment, and print into a pipe; those are known by the
+logs of the cluster that they have open to write.
 
 While the driver lives, this process also watches whether it returns from calls into Ray (`Guard`).
 
@@ -56,9 +56,9 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
     while not _has_ended(driver, guard):
         _say_there(driver, "does not come back from Ray, whose processes are ended now; its interpreter is held")
         # What they kept it waiting for fails with them, or ends the driver from Ray's C++.
-        end_processes(mark, folder=folder)
+        end_processes(mark, folder=folder, driver=driver)
         guard = None
-    num_ended = end_processes(mark, folder=folder)
+    num_ended = end_processes(mark, folder=folder, driver=driver)
     tidy(folder, logs)
     if num_ended and os.path.isdir(logs):
         with contextlib.suppress(OSError), open(os.path.join(logs, "reaper.log"), "a", encoding="utf-8") as file:
@@ -142,8 +142,8 @@ def _has_ended(driver: int, guard: Guard | None) -> bool:
             return True
 
 
-def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "") -> int:
-    """End every process that has the mark in its environment or prints into the folder, and say how many there were.
+def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "", driver: int = 0) -> int:
+    """End every process that has the mark in its environment or writes logs of the folder; say how many there were.
 
     They get SIGTERM, and SIGKILL if they are still there after `grace_s`. Signals go through pidfds, opened before
     the environment is read, so that no other process is hit by a number that was used again.
@@ -152,7 +152,7 @@ def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "") -> i
         return 0
     num_ended = 0
     for _ in range(_ROUNDS):
-        processes = _of_cluster(f"{MARK}={mark}".encode(), folder)
+        processes = _of_cluster(f"{MARK}={mark}".encode(), folder, driver)
         if not processes:
             break
         num_ended += len(processes)
@@ -166,8 +166,8 @@ def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "") -> i
     return num_ended
 
 
-def _of_cluster(entry: bytes, folder: str) -> list[int]:
-    """Open a pidfd for every process, this one excepted, that is marked or prints into the folder."""
+def _of_cluster(entry: bytes, folder: str, driver: int) -> list[int]:
+    """Open a pidfd for every process, this one excepted, that is marked or writes logs of the folder."""
     found: list[int] = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -178,7 +178,7 @@ def _of_cluster(entry: bytes, folder: str) -> list[int]:
             continue
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                is_found = entry in file.read().split(b"\0") or _prints_into(folder, name)
+                is_found = entry in file.read().split(b"\0") or _writes_logs(folder, name, driver)
         except OSError:  # ended meanwhile, or another user's
             is_found = False
         if is_found:
@@ -188,13 +188,25 @@ def _of_cluster(entry: bytes, folder: str) -> list[int]:
     return found
 
 
-def _prints_into(folder: str, process: str) -> bool:
-    """Whether what a process prints goes to a file of the folder, as with all that Ray starts."""
-    for number in (1, 2):
+def _writes_logs(folder: str, process: str, driver: int) -> bool:
+    """Whether a process has a file of the folder open to write, as all have that Ray starts.
+
+    The driver has some, too, which end with its number; so has whatever it forked.
+    """
+    if not folder:
+        return False
+    inside, of_driver = os.path.realpath(folder) + os.sep, f"_{driver}.log"
+    for number in os.listdir(f"/proc/{process}/fd"):
         with contextlib.suppress(OSError):  # closed
-            if folder and os.readlink(f"/proc/{process}/fd/{number}").startswith(folder + os.sep):
+            path = os.readlink(f"/proc/{process}/fd/{number}")
+            if path.startswith(inside) and not path.endswith(of_driver) and _is_to_write(process, number):
                 return True
     return False
+
+
+def _is_to_write(process: str, number: str) -> bool:
+    with open(f"/proc/{process}/fdinfo/{number}", encoding="ascii") as file:
+        return any(line.startswith("flags:") and int(line.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY for line in file)
 
 
 def _still_there(processes: list[int], patience_s: float) -> list[int]:
