@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from rallypoint.config.fields import Problem
 from rallypoint.config.sections.algorithms import (
     USUAL_AGGREGATIONS,
-    ClipConfig,
     ClipCovConfig,
     CorrectionConfig,
     DecoupledConfig,
     DPPOConfig,
-    GSPOConfig,
     IcePopConfig,
     ImportanceSamplingConfig,
     KLMaskConfig,
@@ -245,16 +243,6 @@ def check_kl(config: RunConfig) -> Iterator[Problem]:
 def check_clipping(config: RunConfig) -> Iterator[Problem]:
     """Yield bounds that clip nothing or everything, and losses that do not go with the number of optimizer steps."""
     loss = config.loss
-    if (
-        isinstance(loss, ClipConfig | DecoupledConfig | GSPOConfig | ClipCovConfig)
-        and loss.dual_clip is not None
-        and loss.dual_clip <= 1 + loss.clip_high
-    ):
-        yield Problem(
-            ("loss.dual_clip", "loss.clip_high"),
-            f"loss.dual_clip={loss.dual_clip} is not above the highest ratio that the clipping leaves, "
-            f"1 + loss.clip_high = {1 + loss.clip_high:g}; expected more than that, usually 3, or null",
-        )
     if loss.name == "policy_gradient" and not config.updates_once:
         yield Problem(
             ("loss.name", "actor.num_epochs", "actor.num_mini_batches"),

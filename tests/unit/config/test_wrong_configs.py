@@ -357,7 +357,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "data.template.thinking=false",
         ("data.template={thinking: false} has no effect with model.create",),
     ),
-    "fit: dual clip": ("loss.dual_clip=1.1", ("loss.dual_clip=1.1", "1 + loss.clip_high = 1.2")),
     "fit: heads": ("model.create.num_heads=5", ("num_heads=5", "expected one of 1, 2, 4, 8, 16, 32")),
     "fit: heads of odd width": ("model.create.num_heads=64", ("num_heads=64", "even width")),
     "fit: odd width": ("model.create.hidden_size=65", ("hidden_size=65", "expected 64 or 66")),
