@@ -5,9 +5,11 @@ Every command imports what it needs when it runs, so that `rally --help` answers
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
@@ -41,6 +43,16 @@ class _TakesKeys(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@contextlib.contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Show in a terminal what goes on meanwhile: importing takes seconds on a busy machine."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
+    yield
+    if sys.stderr.isatty():
+        print("\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 @app.command(cls=_TakesKeys)
 def train(
     recipe: Config,
@@ -71,7 +83,8 @@ def train(
 
         print_plan(recipe, overrides or [], on=on, resume=resume, from_step=from_step)
         return
-    from rallypoint.cli.train import train as run_training
+    with _shown("reading the config"):
+        from rallypoint.cli.train import train as run_training
 
     raise typer.Exit(run_training(recipe, overrides or [], resume=resume, from_step=from_step))
 

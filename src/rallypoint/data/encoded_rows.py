@@ -9,9 +9,11 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Written = tuple["NDArray[np.int32]", "NDArray[np.bool_]"]
 """Token ids of a row, and which of them are trained: each [T]."""
@@ -65,6 +67,8 @@ class EncodedRows:
     def digests(self) -> Iterator[bytes]:
         """Yield a digest of each example, the same for examples whose tokens and masks are equal."""
         bounds = self.offsets[:: self.rows_per_example].tolist()
+        import numpy as np
+
         lengths = np.diff(self.offsets).reshape(-1, self.rows_per_example)
         for example, (start, stop) in enumerate(itertools.pairwise(bounds)):
             parts = lengths[example], self.tokens[start:stop], self.is_trained[start:stop]
@@ -73,6 +77,8 @@ class EncodedRows:
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest row."""
+        import numpy as np
+
         return int(np.diff(self.offsets).max())
 
     def counts(self) -> dict[str, float]:

@@ -19,9 +19,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rallypoint.data.conversations import Conversation, Conversations
 from rallypoint.data.encoded_rows import EncodedRows, Written
 from rallypoint.data.files import Problems
@@ -31,6 +28,8 @@ from rallypoint.data.turns import Turns
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 _PER_CALL = 1024
@@ -102,6 +101,8 @@ def encode_rows(
 
 def _joined(rows: Sequence[Written]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
     """Return the tokens of all rows, which of them are trained, and where each row begins and ends."""
+    import numpy as np
+
     tokens = np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in rows)])
     is_trained = np.concatenate([np.empty(0, np.bool_), *(trained for _, trained in rows)])
     return tokens, is_trained, np.array([0, *(len(ids) for ids, _ in rows)]).cumsum()
@@ -134,7 +135,7 @@ def _problem(
 ) -> str | None:
     each = zip(rows, written, strict=True)
     problem = next(filter(None, (_problem_of_row(row, ids, legibility, num_ids) for row, (ids, _) in each)), None)
-    if problem or len(cut) == 1 or not cut[0][1].any() or not np.array_equal(cut[0][0], cut[1][0]):
+    if problem or len(cut) == 1 or not cut[0][1].any() or cut[0][0].tolist() != cut[1][0].tolist():
         return problem
     same = "expected a pair that differs, but the chosen and the rejected answer are the same tokens"
     if any(len(ids) > len(short) for (ids, _), (short, _) in zip(written, cut, strict=True)):
@@ -253,6 +254,8 @@ class _Writer:
 
         With it comes whether a model that is asked for a turn sees the tokens that stand before it here.
         """
+        import numpy as np
+
         if not rows:
             return
         encoded = self._tokenizer([row.text for row in rows], add_special_tokens=False, return_offsets_mapping=True)
@@ -304,6 +307,8 @@ class _Writer:
             # Whoever writes the conversation anew for a later turn gets the tokens of `whole`.
             fits = apart == whole or all(self._is_seen(row, apart, cue) for cue in row.cues[1:])
             return apart, [*itertools.pairwise(starts)], fits
+        import numpy as np
+
         begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
         turns = [
             (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(begins, stop)))

@@ -25,9 +25,11 @@ import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class Mixture:
     @functools.cached_property
     def _members(self) -> list[NDArray[np.int64]]:
         """The examples of each data set."""
+        import numpy as np
+
         parts = np.asarray(self.parts)
         return [np.flatnonzero(parts == part) for part in range(len(self.weights))]
 
@@ -115,5 +119,7 @@ def permutation(num: int, entropy: Sequence[int]) -> NDArray[np.int64]:
     """Return an order of so many things that follows from some numbers."""
     # Sorted random keys and not `Generator.permutation`: numpy promises that the raw bits stay the same in
     # all its versions, and promises nothing for the methods built on them.
+    import numpy as np
+
     keys = np.random.PCG64(np.random.SeedSequence(list(entropy))).random_raw(num)
     return np.argsort(keys, kind="stable")

@@ -16,8 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from rallypoint.checkpoint import digest
 from rallypoint.config import RunConfig
 from rallypoint.data.files import fingerprint, is_url
@@ -146,6 +144,8 @@ def _model(path: str) -> dict[str, Callable[[], str]]:
     if folder.is_dir():
         files = (file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
         return {file.name: _reader(file) for file in sorted(files)}
+    from huggingface_hub import try_to_load_from_cache
+
     cached = try_to_load_from_cache(path, "config.json")
     return {"revision": lambda: Path(cached).parent.name} if isinstance(cached, str) else {}
 
