@@ -32,6 +32,7 @@ BROAD: dict[str, str] = {
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
+    "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",
     "recipes/readers.py:recorded_end": "whatever ends a run is in its journal, and is raised on",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",

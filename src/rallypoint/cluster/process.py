@@ -18,7 +18,6 @@ import os
 import platform
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -314,14 +313,12 @@ def _raise_in(thread: int) -> None:
     """Make a thread raise at its next line of Python.
 
     Before Python 3.12 a thread that is being started has the id of the thread that starts it, and is found first. It
-    would end before it ran, and the starting thread would wait for ever. So nothing is raised during a thread's start.
+    would end before it ran, and the starting thread would wait for ever. So nothing is raised during a thread's start,
+    which may itself last: who insists comes again.
     """
-    while True:
-        with threading._active_limbo_lock:  # pyright: ignore[reportAttributeAccessIssue] - nobody else can tell
-            if not threading._limbo:  # pyright: ignore[reportAttributeAccessIssue]
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_CancelledError))
-                return
-        time.sleep(0.0005)
+    with threading._active_limbo_lock:  # pyright: ignore[reportAttributeAccessIssue] - nobody else can tell
+        if sys.version_info >= (3, 12) or not threading._limbo:  # pyright: ignore[reportAttributeAccessIssue]
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_CancelledError))
 
 
 def _report(invocation: Invocation, error: BaseException) -> WorkerError:

@@ -30,33 +30,16 @@ from typing import Any, Self
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.cluster.ray_daemons import RayDaemons
+from rallypoint.cluster.ray_environment import environment, process_as_found
 from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import ClusterError
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of the environment, or remove those that are None, and put everything back at the end."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name in variables:
-        os.environ.pop(name, None)
-    os.environ.update({name: value for name, value in variables.items() if value is not None})
-
 
 _READ_AT_IMPORT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 """A cluster that we start is for this machine alone: everything in it listens on loopback. And Ray prints no lines of
 its own (a worker died, a node was lost) onto the user's screen: we say it where it matters."""
 
-with _environment(_READ_AT_IMPORT), warnings.catch_warnings():
+with environment(_READ_AT_IMPORT), process_as_found(), warnings.catch_warnings():
     logging.disable(logging.INFO)  # in a notebook it speaks of widgets
     warnings.simplefilter("ignore")
     import ray
@@ -117,7 +100,7 @@ class RayCluster:
             limit_s=silence_s, fault=self.daemons.fault, note_busy=None if own is None else own.note_busy, say=say
         )
         """The thread that makes all calls to Ray that may block."""
-        self._is_leaving = False
+        self._leaving = threading.Event()
         threading.Thread(target=self._watch_raylet, name="raylet", daemon=True).start()
 
     @property
@@ -211,7 +194,7 @@ class RayCluster:
         Never raises, and returns within a minute. A Ray with a fault is not asked to disconnect: this process stays
         tied to it until it ends, and the reaper cleans up.
         """
-        self._is_leaving = True
+        self._leaving.set()
         left = None
         if self.ray_thread.lost is None and self.daemons.fault() is None:
             left = self.ray_thread.put(lambda: ray.shutdown(wait_for_processes=True))
@@ -222,15 +205,16 @@ class RayCluster:
             return
         if (error := left.exception()) is not None:
             self._say(f"Ray was left with an error: {error}")
+        self.ray_thread.close()
         _forget_token()
         if self._own is not None:
             self._own.end()
 
     def _watch_raylet(self) -> None:
         """Report at once that the raylet is gone: at the next access to its store Ray's C++ would end this program."""
-        self.daemons.wait_for_raylet()
+        self.daemons.wait_for_raylet(self._leaving)
         found = self.daemons.fault()
-        if found is not None and not self._is_leaving:
+        if found is not None and not self._leaving.is_set():
             self._say(f"{found}: nothing can go on without it")
             self.ray_thread.lose(found.what)
 
@@ -258,10 +242,10 @@ class _OwnCluster:
             shutil.rmtree(self.logs)
         self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
         page = reaper.open_page()
-        self._busy = None if page is None else memoryview(mmap.mmap(page, reaper.PAGE_BYTES)).cast("q")
+        self._page = None if page is None else mmap.mmap(page, reaper.PAGE_BYTES)
         guard = [] if page is None else [str(page), f"{_REAPER_PATIENCE * silence_s:g}"]
         paths = [str(self.folder), str(self.logs)]
-        with _environment({reaper.MARK: None}):  # it must outlive a cluster that this program itself may run on
+        with environment({reaper.MARK: None}):  # it must outlive a cluster that this program itself may run on
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), mark, *paths, *guard],
                 pass_fds=() if page is None else (page,),
@@ -271,11 +255,13 @@ class _OwnCluster:
                 start_new_session=True,
                 cwd="/",
             )
+        if page is not None:
+            os.close(page)  # the reaper and the map have their own
 
     def note_busy(self, number: int) -> None:
         """Tell the reaper the number of the call that Ray is working on; 0 for none."""
-        if self._busy is not None:
-            self._busy[0] = number
+        if self._page is not None:
+            self._page[:] = number.to_bytes(reaper.PAGE_BYTES, sys.byteorder)
 
     def end(self) -> None:
         """Let the reaper end what Ray left, and keep the logs."""
@@ -283,6 +269,8 @@ class _OwnCluster:
             self._reaper.communicate(b"\n", timeout=_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._say(f"Ray's processes did not end within {_END_TIMEOUT_S:g} s; {self.folder} may remain")
+        if self._page is not None:
+            self._page.close()
 
 
 def _check_that_ray_is_free() -> None:
@@ -310,7 +298,7 @@ def _check_that_a_cluster_would_keep_to_itself() -> None:
 @contextlib.contextmanager
 def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Change the environment, and make Ray read it anew: it caches the token of the last cluster."""
-    with _environment(changes):
+    with environment(changes), process_as_found():
         _forget_token()
         yield
 
@@ -348,7 +336,7 @@ def _token_environment() -> dict[str, str | None]:
 
 def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: float) -> str:
     """Probe the cluster in a child process, and return its address; the wait has a deadline."""
-    with _environment({**_READ_AT_IMPORT, **token}):
+    with environment({**_READ_AT_IMPORT, **token}):
         probe = subprocess.Popen(
             [sys.executable, "-P", ray_probe.__file__, address],
             stdin=subprocess.DEVNULL,

@@ -22,6 +22,7 @@ from typing import Any
 
 _REASON = re.compile(r'reason_message: "([^"]+)"')
 _LOG_BYTES = 2**16
+_LOOK_MS = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,18 +76,19 @@ class RayDaemons:
                 return Fault(what, is_gone, one.is_raylet)
         return None
 
-    def wait_for_raylet(self) -> None:
-        """Wait until the raylet has ended; never returns if that cannot be seen from here."""
+    def wait_for_raylet(self, leaving: threading.Event) -> None:
+        """Wait until the raylet has ended, or until a second after this program leaves the cluster."""
         for one in self._processes:
             if one.is_raylet and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(ProcessLookupError):
                     raylet = os.pidfd_open(one.pid)
                     poller = select.poll()
                     poller.register(raylet, select.POLLIN)
-                    poller.poll()
+                    while not leaving.is_set() and not poller.poll(_LOOK_MS):
+                        pass
                     os.close(raylet)
                 return
-        threading.Event().wait()
+        leaving.wait()
 
     def why_workers_ended(self) -> str:
         """Return why all workers of this machine ended at once, as far as is known."""

@@ -77,7 +77,7 @@ class RayThread:
         """
         self._limit_s, self._fault, self._say = limit_s, fault, say
         self._note_busy, self._clock, self._look_s = note_busy or _note_nothing, clock, look_s
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._faulty: Wait | None = None
@@ -143,6 +143,13 @@ class RayThread:
         """Wait only seconds for a Ray with a fault from now on; safe in a signal handler."""
         self._is_hurried = True
 
+    def close(self) -> None:
+        """Ask nothing more, and end the thread after what was asked."""
+        self.lose("this program has left Ray")
+        self._questions.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
     def abandon(self) -> None:
         """Leave Ray as it is, and the thread where it is."""
         self.lose("Ray was left as it was")
@@ -176,8 +183,8 @@ class RayThread:
 
     def _run(self) -> None:
         number = 0
-        while True:
-            question, answer = self._questions.get()
+        while (asked := self._questions.get()) is not None:
+            question, answer = asked
             number += 1
             self._note_busy(number)
             try:
@@ -186,7 +193,7 @@ class RayThread:
                 answer.set_exception(error)
             finally:
                 self._note_busy(0)
-                del question, answer  # arguments may be large
+                del asked, question, answer  # arguments may be large
 
 
 def _is_over(answer: Future[Any], look_s: float) -> bool:

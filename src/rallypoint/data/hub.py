@@ -14,11 +14,60 @@ import threading
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint.errors import ModelError
 
 _PATIENCE_S = 5.0
+_OFFLINE = "HF_HUB_OFFLINE"
+
+_lock = threading.Lock()
+_num_blocks = 0
+"""Blocks of `hub_as_found` that this process is in."""
+_before: list[str | None] = []
+"""The variable as it was before this process went offline; empty if it has not."""
+
+
+@contextlib.contextmanager
+def hub_as_found() -> Iterator[None]:
+    """Go online again after the block if `check_hub` went offline in it: the process may be a user's own.
+
+    Blocks of several threads may overlap; the last one to end does it.
+    """
+    global _num_blocks
+    with _lock:
+        _num_blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_blocks -= 1
+            if not _num_blocks:
+                _go_online()
+
+
+def _go_offline() -> None:
+    from huggingface_hub import constants
+
+    with _lock:
+        if not _before:
+            _before.append(os.environ.get(_OFFLINE))
+        os.environ[_OFFLINE] = "1"
+        constants.HF_HUB_OFFLINE = True
+
+
+def _go_online() -> None:
+    if not _before:
+        return
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = False
+    if (value := _before.pop()) is None:
+        os.environ.pop(_OFFLINE, None)
+    else:
+        os.environ[_OFFLINE] = value
+    check_hub.cache_clear()
 
 
 @functools.cache
@@ -29,7 +78,7 @@ def check_hub(name: str) -> None:
         name: such as `Qwen/Qwen3-0.6B`; an invalid name is left to the hub's client.
 
     Without an answer, if the model is in the cache, this process and its children go on as with HF_HUB_OFFLINE=1, and a
-    warning says so.
+    warning says so; see `hub_as_found` for how long.
 
     Raises:
         ModelError: there is no answer, or HF_HUB_OFFLINE is set, and the model is not in the cache.
@@ -56,8 +105,7 @@ def check_hub(name: str) -> None:
     if not is_cached:
         raise ModelError(f"{found}; {remedy}")
     warnings.warn(f"{found}; what the cache has of it is used, as with HF_HUB_OFFLINE=1", stacklevel=2)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
+    _go_offline()
 
 
 def unreachable(url: str, patience_s: float = _PATIENCE_S) -> str | None:

@@ -286,8 +286,9 @@ class Several:
 
     def close(self) -> None:
         """End what was started."""
-        for grader in self._graders.values():
-            grader.close()
+        with contextlib.ExitStack() as all_of_them:
+            for grader in self._graders.values():
+                all_of_them.callback(grader.close)
 
 
 def open_grader(settings: RewardConfig, log: Path | None = None) -> Grader:

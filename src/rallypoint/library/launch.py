@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rallypoint.config import LoadedConfig
+from rallypoint.data.hub import hub_as_found
 from rallypoint.display.screen import can_redraw
 from rallypoint.errors import (
     ConfigError,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
 """What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
+
+_READING = "reading model and data"
 
 
 def launch(
@@ -74,6 +77,21 @@ def launch(
     else:
         loaded = load_checked(recipe, overrides, choose=choices)
         folder = None
+    with hub_as_found():
+        return _launch(loaded, folder, console, progress, observer, in_words_of, resume=resume, from_step=from_step)
+
+
+def _launch(
+    loaded: LoadedConfig,
+    folder: RunFolder | None,
+    console: Console,
+    progress: Progress | None,
+    observer: Observer | None,
+    in_words_of: Callable[[str], str],
+    *,
+    resume: bool,
+    from_step: int | None,
+) -> tuple[RunFolder, bool]:
     found = _examine(loaded, console)
     if folder is None:
         loaded = found.dated(loaded)
@@ -101,7 +119,10 @@ def launch(
 
 def _examine(loaded: LoadedConfig, console: Console) -> Found:
     """Look at everything that the run begins with, before a new one has a folder."""
-    with console.status("reading model and data") if can_redraw(console) else contextlib.nullcontext():
+    # A screen has its own line; anywhere else the first one is printed now, for the next comes after some seconds.
+    if not can_redraw(console):
+        console.print(f"{_READING} ...")
+    with console.status(_READING) if can_redraw(console) else contextlib.nullcontext():
         # Only now torch, and with it the seconds that importing takes: the config is right.
         from rallypoint.recipes.material import examine
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rallypoint.data.hub import hub_as_found
 from rallypoint.errors import DataError, RallyError
 from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
@@ -113,6 +114,6 @@ def _in_words_of_python() -> Iterator[None]:
 @contextlib.contextmanager
 def _found(model: Model | Run, trust_remote_code: bool) -> Iterator[tuple[Trained, Path]]:
     """Yield the model, and a folder for what it takes to ask it."""
-    with tempfile.TemporaryDirectory(prefix="rally-") as store:
+    with hub_as_found(), tempfile.TemporaryDirectory(prefix="rally-") as store:
         name = str(model.folder) if isinstance(model, Run) else model_path(model, Path(store))
         yield find_trained(name, trust_remote_code=trust_remote_code), Path(store)

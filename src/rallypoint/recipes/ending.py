@@ -1,9 +1,12 @@
-"""The summary of a finished run, made from its folder alone."""
+"""The end of a run: what must be done however it ends, and the summary, made from its folder alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
 
 from rallypoint import checkpoint
 from rallypoint.config import RECIPES, RunConfig
@@ -11,10 +14,48 @@ from rallypoint.data import load_tokenizer
 from rallypoint.display import save_curve
 from rallypoint.environments.given import is_given
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.errors import first_line
+from rallypoint.errors import RallyError, first_line
 from rallypoint.recipes.machine import look_around, plan_on
 from rallypoint.run import Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored
+
+Ending: TypeAlias = Callable[[], Awaitable[None] | None]
+
+
+class Endings:
+    """What is done when a block ends, the last that was added first: all of it, also if some of it raises.
+
+    The first error is raised, that of the block before all others; the others are said.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Begin with nothing to do."""
+        self._say = say
+        self._endings: list[Ending] = []
+
+    def add(self, ending: Ending, *, after: Ending | None = None) -> None:
+        """Add an ending; `after` is one that must be done before it."""
+        self._endings.insert(len(self._endings) if after is None else self._endings.index(after), ending)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        first = error
+        for ending in reversed(self._endings):
+            try:
+                if (done := ending()) is not None:
+                    await done
+            except BaseException as another:  # noqa: BLE001 - the first one is raised when all is done
+                if first is None:
+                    first = another
+                elif isinstance(another, Exception):
+                    with contextlib.suppress(RallyError, OSError):
+                        self._say(f"and while the run ended: {type(another).__name__}: {another}")
+        if first is not None and first is not error:
+            raise first
 
 
 def _text_of(checkpoint_folder: Path, config: RunConfig) -> Callable[[int], str]:

@@ -115,6 +115,38 @@ def interruptible(
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+@contextlib.contextmanager
+def acknowledging(say: Callable[[str], None]) -> Iterator[None]:
+    """Say at once that Ctrl-C was heard while a run starts, and leave it to who handles it already.
+
+    That is asyncio, which ends the run at the next `await`; while Ray starts there is none for seconds.
+    """
+    heard = signal.getsignal(signal.SIGINT)
+    line = "interrupted while starting: what was started is ended; once more ends it at once"
+    if threading.current_thread() is not threading.main_thread() or not callable(heard):
+        try:
+            yield
+        except asyncio.CancelledError:  # by a notebook, whose run has a thread
+            say(line)
+            raise
+        return
+    saying: list[threading.Thread] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not saying:  # in a thread, because this one may hold what saying takes
+            saying.append(threading.Thread(target=say, args=(line,), daemon=True))
+            saying[0].start()
+        heard(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, heard)
+        for thread in saying:
+            thread.join()
+
+
 def _let_go(terminals: list[int]) -> None:
     """Discard output for a terminal that is gone: an error there must not keep a run from saving."""
     nowhere = os.open(os.devnull, os.O_RDWR)

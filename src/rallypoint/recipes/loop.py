@@ -6,19 +6,18 @@ Owns: what happens between steps. Must not know: which algorithm it runs; the re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import time
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rallypoint import checkpoint
-from rallypoint.cluster import at_step, open_runtime
+from rallypoint.cluster import Runtime, at_step, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.data import save_tokenizer
@@ -38,9 +37,9 @@ from rallypoint.journal import (
 )
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.recipes.ending import draw
+from rallypoint.recipes.ending import Endings, draw
 from rallypoint.recipes.first_scores import FirstScores
-from rallypoint.recipes.interruption import Observer, interruptible
+from rallypoint.recipes.interruption import Observer, acknowledging, interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.readers import began_of, open_readers, recorded_end
@@ -129,40 +128,37 @@ async def _train(
     observer: Observer,
 ) -> bool:
     config, first, say = beginning.config, beginning.first, journal.say
-    endpoint, grader = _endpoint(config, folder, journal), open_grader(config.reward, folder.logs / "reward.log")
     began_s, rollouts_gib = time.monotonic(), (config.tracking or TrackingConfig()).rollouts_gib
-    files = RolloutFiles(folder.path, max_gib=rollouts_gib, first=first, journal=journal)
-    with contextlib.closing(files), contextlib.closing(grader):
+    async with Endings(say) as at_end:
+        files = RolloutFiles(folder.path, max_gib=rollouts_gib, first=first, journal=journal)
+        at_end.add(files.close)
+        grader = open_grader(config.reward, folder.logs / "reward.log")
+        at_end.add(grader.close)
+        if (endpoint := _endpoint(config, folder, journal)) is not None:
+            at_end.add(endpoint.close)
         for note in beginning.notes:
             say(note)
-        say("reading model and data", level="wait")
-        found = found or await asyncio.to_thread(read_material, config)
+        if found is None:
+            say("reading model and data", level="wait")
+            found = await asyncio.to_thread(read_material, config)
         say(f"starting {config.cluster.runtime}", level="wait")
         # Two things that take seconds each and do not need each other.
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
         preparing.add_done_callback(_take_note)
         await asyncio.sleep(0)
-        runtime = open_runtime(
-            config.cluster.runtime,
-            log_folder=folder.logs,
-            address=config.cluster.address,
-            namespace=f"rallypoint-{folder.path.name}-{uuid.uuid4().hex[:8]}",
-            object_store_gib=config.cluster.object_store_gib,
-            dashboard=config.cluster.dashboard,
-            placement_timeout_s=config.cluster.placement_timeout_s,
-            silence_s=config.cluster.heartbeat_timeout_s,
-            preload=tuple(f"rallypoint.roles.{role}" for role in config.roles),
-            say=say,
-        )
-        rendezvous = None
-        shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
-        try:
+        with acknowledging(say):
+            runtime = _open_runtime(config, folder, say)
+            at_end.add(runtime.shutdown, after=endpoint and endpoint.close)
+            shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
+            at_end.add(lambda: shutil.rmtree(folder.published, ignore_errors=True), after=runtime.shutdown)
             pools = pools_of(config)
-            material = await _open_and_prepare(pools.open(runtime), preparing, journal)
+            material = await _open_and_prepare(pools.open(runtime), preparing)
             recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
             recording.add_done_callback(_take_note)
             say("starting the roles", level="wait")
             rendezvous = rendezvous_of(config, runtime)
+            if rendezvous is not None:
+                at_end.add(rendezvous.close, after=runtime.shutdown)  # workers renew their leases there
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             setup = Setup(placement, material, grader, journal)
@@ -172,14 +168,22 @@ async def _train(
             run = _Run(setup, recipe, record, endpoint, journal, folder, progress, files, observer, began_s)
             if first:
                 await run.restore(first)
-            return await run.steps(first)
-        finally:
-            if endpoint is not None:
-                await endpoint.close()
-            await runtime.shutdown()
-            shutil.rmtree(folder.published, ignore_errors=True)
-            if rendezvous is not None:  # after the workers, who renew their leases there
-                rendezvous.close()
+        return await run.steps(first)
+
+
+def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Runtime:
+    return open_runtime(
+        config.cluster.runtime,
+        log_folder=folder.logs,
+        address=config.cluster.address,
+        namespace=f"rallypoint-{folder.path.name}-{uuid.uuid4().hex[:8]}",
+        object_store_gib=config.cluster.object_store_gib,
+        dashboard=config.cluster.dashboard,
+        placement_timeout_s=config.cluster.placement_timeout_s,
+        silence_s=config.cluster.heartbeat_timeout_s,
+        preload=tuple(f"rallypoint.roles.{role}" for role in config.roles),
+        say=say,
+    )
 
 
 def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoint | None:
@@ -191,16 +195,11 @@ def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoin
     return Endpoint(config.rollout.serve, folder, journal)
 
 
-async def _open_and_prepare(
-    opening: Coroutine[None, None, None], preparing: asyncio.Task[Material], journal: Journal
-) -> Material:
+async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
         return (await asyncio.gather(preparing, opened))[0]
-    except asyncio.CancelledError:
-        journal.say("interrupted while starting: what was started is ended; once more ends it at once")
-        raise
     finally:
         opened.cancel()
         await asyncio.gather(opened, return_exceptions=True)
@@ -246,13 +245,12 @@ class _Run:
 
     async def steps(self, first: int) -> bool:
         """Do the steps after step `first`; return whether all were done."""
-        try:
+        async with Endings(self.journal.say) as at_end:
+            at_end.add(self.recipe.close)
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
                 return await self._steps(first, interrupted)
-        finally:
-            await self.recipe.close()
 
     async def _begin(self, first: int) -> None:
         actor, source = self.recipe.actor, self.recipe.sampling

@@ -230,8 +230,8 @@ def test_what_a_worker_says_is_told_once_with_its_name_and_of_too_much_the_newes
     assert notes[-1] == "actor rank 1: 999"
 
 
-def interrupted(process, driver, after_s=0.0):
-    """Interrupt a call that spins, some time after it began; return what it raised."""
+def interrupted(process, driver, after_s=0.0, then=lambda: None):
+    """Interrupt a call that spins, some time after it began, and do something then; return what it raised."""
     worker, raised = process._workers[driver.role], []
     it = driver.invocation("spin")
 
@@ -246,6 +246,7 @@ def interrupted(process, driver, after_s=0.0):
     worker.started.wait(60)
     time.sleep(after_s)
     process.interrupt(it.number)
+    then()
     thread.join(60)
     return raised
 
@@ -356,6 +357,36 @@ def test_a_call_that_starts_threads_stops_and_the_threads_are_not_hit(process):
     for thread in started:
         thread.join(10)
     assert len(ran) == len(started)
+
+
+class SlowToStart(threading.Thread):
+    """Its start lasts until it may go on."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.may_go_on = threading.Event()
+
+    def _bootstrap_inner(self):
+        self.may_go_on.wait(60)
+        super()._bootstrap_inner()
+
+
+def test_a_thread_whose_start_lasts_delays_a_cancellation_and_keeps_nobody_waiting(process):
+    driver, slow = Driver(process), SlowToStart()
+    worker = process._workers[driver.role]
+
+    def spin():
+        worker.started.set()
+        while True:
+            pass
+
+    worker.spin = spin
+    starting = threading.Thread(target=slow.start)
+    starting.start()
+    (error,) = interrupted(process, driver, then=slow.may_go_on.set)
+    assert str(error) == "actor.spin"
+    starting.join(10)
+    assert not starting.is_alive()
 
 
 def test_a_call_that_was_cancelled_before_it_began_never_does(process):

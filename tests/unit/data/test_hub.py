@@ -80,16 +80,22 @@ def test_without_a_network_what_the_cache_has_is_used_and_said(closed_port, tmp_
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     program = (
-        "import os, warnings\nfrom rallypoint.data.hub import check_hub\nfrom huggingface_hub import constants\n"
-        "with warnings.catch_warnings(record=True) as said:\n    warnings.simplefilter('always')\n"
-        "    check_hub('Some/Model')\n"
-        "print(said[0].message, constants.is_offline_mode(), os.environ['HF_HUB_OFFLINE'])\n"
+        "import os, warnings\nfrom rallypoint.data.hub import check_hub, hub_as_found\n"
+        "from huggingface_hub import constants\n"
+        "def state():\n    return constants.is_offline_mode(), os.environ.get('HF_HUB_OFFLINE')\n"
+        "with warnings.catch_warnings(record=True) as said, hub_as_found():\n"
+        "    warnings.simplefilter('always')\n"
+        "    with hub_as_found():\n"
+        "        check_hub('Some/Model')\n"
+        "    print(said[0].message, *state())\n"
+        "print('afterwards', *state(), check_hub.cache_info().currsize)\n"
     )
     changed = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{closed_port}", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=changed)
     assert "cannot be reached" in done.stdout
-    assert "what the cache has of it is used, as with HF_HUB_OFFLINE=1 True 1" in done.stdout
+    assert "what the cache has of it is used, as with HF_HUB_OFFLINE=1 True 1\n" in done.stdout
+    assert done.stdout.endswith("afterwards False None 0\n"), "the next run asks again"
 
 
 def test_whatever_answers_is_a_hub(hub):

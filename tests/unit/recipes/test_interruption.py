@@ -3,8 +3,11 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from rallypoint.recipes.interruption import acknowledging
 
 PROGRAM = """
 import asyncio, signal, sys, threading, time
@@ -114,3 +117,34 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored():
 def test_a_run_in_a_thread_leaves_signals_to_who_started_it():
     out, err = start("thread").communicate(timeout=60)
     assert (out, err) == ("False\n", "")
+
+
+def test_ctrl_c_while_a_run_starts_is_said_at_once_and_left_to_who_handles_it():
+    said, heard = [], []
+    before = signal.signal(signal.SIGINT, lambda *signal: heard.append(signal[0]))
+    ours = signal.getsignal(signal.SIGINT)
+    try:
+        with acknowledging(said.append):
+            signal.raise_signal(signal.SIGINT)  # as in a call to Ray, in which no event loop turns
+            signal.raise_signal(signal.SIGINT)
+        assert said == ["interrupted while starting: what was started is ended; once more ends it at once"]
+        assert heard == [signal.SIGINT] * 2
+        assert signal.getsignal(signal.SIGINT) is ours
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_a_run_starts_is_said_also_while_the_main_thread_holds_what_saying_takes():
+    lock, said = threading.Lock(), []
+
+    def say(line):
+        with lock:
+            said.append(line)
+
+    before = signal.signal(signal.SIGINT, lambda *signal: None)
+    try:
+        with acknowledging(say), lock:
+            signal.raise_signal(signal.SIGINT)
+        assert len(said) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)

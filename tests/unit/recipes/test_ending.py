@@ -1,0 +1,79 @@
+"""However a block ends, all its endings are done, and the first error is the one that is told."""
+
+import asyncio
+
+import pytest
+
+from rallypoint.recipes.ending import Endings
+
+
+def run_endings(*, fails=(), in_block=None):
+    """Return what was done, what was said, and the error that came of it; each letter of `fails` raises."""
+    done, said = [], []
+
+    def ending(name):
+        async def end():
+            await asyncio.sleep(0)
+            done.append(name)
+            if name in fails:
+                raise LookupError(name)
+
+        return end
+
+    async def main():
+        async with Endings(said.append) as at_end:
+            log, endpoint, runtime = ending("log"), ending("endpoint"), ending("runtime")
+            at_end.add(log)
+            at_end.add(endpoint)
+            at_end.add(runtime, after=endpoint)
+            at_end.add(ending("rendezvous"), after=runtime)
+            at_end.add(lambda: done.append("plain"))
+            if in_block is not None:
+                raise in_block
+
+    try:
+        asyncio.run(main())
+    except BaseException as error:  # noqa: BLE001 - it is what the test is about
+        return done, said, error
+    return done, said, None
+
+
+ALL = ["plain", "endpoint", "runtime", "rendezvous", "log"]
+
+
+def test_endings_are_done_in_their_order():
+    assert run_endings() == (ALL, [], None)
+
+
+def test_one_that_raises_keeps_none_of_the_others_and_the_first_error_is_raised():
+    done, said, error = run_endings(fails=("runtime", "log"))
+    assert done == ALL
+    assert (type(error), str(error)) == (LookupError, "runtime")
+    assert said == ["and while the run ended: LookupError: log"]
+
+
+@pytest.mark.parametrize("what", [ValueError("of the run"), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_the_error_of_the_block_goes_before_those_of_endings(what):
+    done, said, error = run_endings(fails=("endpoint",), in_block=what)
+    assert done == ALL
+    assert type(error) is type(what)
+    assert said == ["and while the run ended: LookupError: endpoint"]
+
+
+def test_endings_are_done_also_if_nothing_can_be_said():
+    done = []
+
+    def fail():
+        raise LookupError
+
+    def say(line):
+        raise OSError(28, line)
+
+    async def main():
+        async with Endings(say) as at_end:
+            for ending in (lambda: done.append(1), fail, fail):
+                at_end.add(ending)
+
+    with pytest.raises(LookupError):
+        asyncio.run(main())
+    assert done == [1]
