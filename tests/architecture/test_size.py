@@ -13,8 +13,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-MAX_CODE_LINES = 43_000
-MAX_SINGLE_IMPORTERS = 85
+MAX_CODE_LINES = 43_101
+MAX_SINGLE_IMPORTERS = 77
 
 BLANK = {
     tokenize.COMMENT,

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from tiny_models import make_tiny_model
+from transformers import PreTrainedModel
 
 import rallypoint as rally
 from rallypoint.recipes.grpo import GRPO
@@ -71,7 +72,9 @@ def test_two_runs_two_evaluations_and_two_generations_at_once_are_what_each_is_a
         assert all(sign * mean >= 1 for mean in means)
     assert good.mean == -bad.mean >= 1
     assert answers == alone
+    ties = PreTrainedModel.tie_weights
     loaded = at_once(*(lambda run=run: rally.load_run(run.folder).load()[0].state_dict() for run in (plus, minus)))
     for found, run in zip(loaded, (plus, minus), strict=True):
         assert all(torch.equal(value, run.load()[0].state_dict()[name]) for name, value in found.items())
+    assert PreTrainedModel.tie_weights is ties
     assert any(not torch.equal(value, loaded[1][name]) for name, value in loaded[0].items())

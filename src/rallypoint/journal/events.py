@@ -5,7 +5,7 @@ something reads it.
 
 >>> event = StepDone(step=3, metrics={"actor/loss": float("nan")}, digests={"tokens": "9f2a"})
 >>> fields_of(event)
-{'step': 3, 'metrics': {'actor/loss': 'nan'}, 'digests': {'tokens': '9f2a'}}
+{'step': 3, 'metrics': {'actor/loss': 'nan'}, 'digests': {'tokens': '9f2a'}, 'seconds': 0.0}
 >>> event_of("StepDone", fields_of(event)).metrics
 {'actor/loss': nan}
 """

@@ -165,10 +165,13 @@ def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer of what `find_trained` finds, as other tools load them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from rallypoint.models import MAKING
+
     trained = find_trained(name)
     tokenizer = AutoTokenizer.from_pretrained(trained.tokenizer_path)
     if not is_adapter(trained.path):
-        return AutoModelForCausalLM.from_pretrained(trained.path, dtype="auto"), tokenizer
+        with MAKING:
+            return AutoModelForCausalLM.from_pretrained(trained.path, dtype="auto"), tokenizer
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -176,5 +179,6 @@ def load_pair(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise ModelError(
             f"{trained.path} is an adapter, which peft loads{said}: pip install peft, or merge it with `rally export`"
         ) from None
-    base = AutoModelForCausalLM.from_pretrained(trained.model_path, dtype="auto")
-    return cast("PreTrainedModel", PeftModel.from_pretrained(base, trained.path)), tokenizer
+    with MAKING:
+        base = AutoModelForCausalLM.from_pretrained(trained.model_path, dtype="auto")
+        return cast("PreTrainedModel", PeftModel.from_pretrained(base, trained.path)), tokenizer

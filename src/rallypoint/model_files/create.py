@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
+from rallypoint.models import MAKING
 
 ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-
-_DRAWING = threading.Lock()
-"""Held while torch's own generator is seeded and drawn from; all threads share it, and users may draw from it."""
 
 
 def create_model(
@@ -71,7 +68,7 @@ def create_model(
         # No padding anywhere: with a padding id, transformers would never train that id's embedding.
         pad_token_id=None,
     )
-    with _DRAWING, torch.random.fork_rng(devices=()):
+    with MAKING, torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         model = make_model(config)
     with naming(folder), naming_tensors(folder / SINGLE):

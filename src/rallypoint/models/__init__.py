@@ -8,10 +8,11 @@ from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.shard import ModelShard, gather, named_weights, shard_model, shard_parts
+from rallypoint.models.shard import MAKING, ModelShard, gather, named_weights, shard_model, shard_parts
 
 __all__ = [
     "ATTENTION",
+    "MAKING",
     "LoRALinear",
     "ModelShard",
     "PackedRows",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,9 @@ from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
 
+MAKING = threading.RLock()
+"""Lock held while transformers makes a model: `from_pretrained` takes `tie_weights` away for all threads meanwhile, and
+two at once take it away for ever; and a new model is drawn from torch's own generator."""
 _ROUND_BYTES = 4 * 2**20
 """Bytes in flight at once when tensors are gathered."""
 
@@ -95,7 +99,7 @@ def build(
     Raises:
         ModelError: its family cannot be cut, its sizes do not divide by the number of ranks, or adapters do not fit it.
     """
-    with torch.device("meta"):
+    with MAKING, torch.device("meta"):
         # Without a dtype, for which transformers would change torch's default in all threads.
         model: PreTrainedModel = factory.from_config(
             config,

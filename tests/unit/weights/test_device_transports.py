@@ -13,7 +13,7 @@ from rallypoint.config import load_config
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights
-from rallypoint.roles.publishing import make_plan
+from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.weights import Held, Receiver, Sender, same_node
 from rallypoint.weights.buffers import DeviceMemory, HostMemory
 
@@ -38,7 +38,8 @@ class Colocated:
             {name: Held(shard.sharding.half or tensor.dtype, shard.parts[name]) for name, tensor in own.items()}
             for shard, own in actor
         ]
-        self.plan = make_plan(config, "ipc", held, processes[: len(actor)], processes[: num_rollout or len(actor)])
+        stream = Stream.of("ipc", config)
+        self.plan = make_plan(stream, held, processes[: len(actor)], processes[: num_rollout or len(actor)])
         self.models = {place: make_model() for place in self.plan.receivers}
         self.lines = self.each(
             lambda place: same_node.join(
