@@ -11,9 +11,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rallypoint.config.aliases import VALUE, VALUES, Alias
-from rallypoint.config.aliases_by_recipe import aliases_for
 from rallypoint.config.fields import Section, declared_words, leaves, section_of, shown
+from rallypoint.config.other_projects import VALUE, Alias, aliases_for, other_projects
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.tree import RunConfig
 
@@ -43,7 +42,7 @@ def suggest_value(dotted: str, info: FieldInfo, found: object) -> str:
     kinds, words = options_of(info), words_of(info)
     near = [word for word in words if word == str(found).lower()]
     near = near or difflib.get_close_matches(str(found), words, n=1)
-    if meant := dict(VALUES.get(dotted, ())).get(_written(found)):
+    if meant := other_projects().values.get(dotted, {}).get(_written(found)):
         return f"; did you mean {meant}?"
     if near:
         return f"; did you mean {near[0]}?"
@@ -101,7 +100,7 @@ def section_at(parts: Sequence[str]) -> type[Section] | None:
 
 def assignments_of(alias: Alias, wanted: Sequence[str], value: object) -> tuple[str, ...]:
     """Return what an alias and its value are here: assignments, or keys alone where the value means something else."""
-    to, written = alias.to, dict(alias.values).get(_written(value))
+    to, written = alias.to, alias.values.get(_written(value))
     if written is not None:
         to = tuple(written.split(" "))
     elif VALUE in "".join(to) and not all(_fits(assignment, value) for assignment in to):

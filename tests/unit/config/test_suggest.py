@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.config import RunConfig, leaves, load_config
-from rallypoint.config.aliases import ALIASES, VALUE, VALUES
-from rallypoint.config.aliases_by_recipe import OF_FILES, OF_PREFERENCES, OF_TEACHERS
+from rallypoint.config.other_projects import VALUE, other_projects
 from rallypoint.errors import ConfigError
 
 
@@ -16,9 +15,11 @@ def problems_of(*overrides: str, name: str = "base.yaml") -> tuple[str, ...]:
     return raised.value.problems
 
 
-BY_RECIPE = (*OF_FILES, *OF_PREFERENCES, *OF_TEACHERS)
-ASSIGNMENTS = {a for alias in (*ALIASES, *BY_RECIPE) for a in (*alias.to, *(meant for _, meant in alias.values))}
-ASSIGNMENTS |= {meant for values in VALUES.values() for _, meant in values}
+THEIRS = other_projects()
+ALIASES, VALUES = THEIRS.anywhere, THEIRS.values
+BY_RECIPE = (*THEIRS.examples, *THEIRS.preferences, *THEIRS.teachers, *THEIRS.policies, *THEIRS.whole_configs)
+ASSIGNMENTS = {a for alias in (*ALIASES, *BY_RECIPE) for a in (*alias.to, *alias.values.values())}
+ASSIGNMENTS |= {meant for values in VALUES.values() for meant in values.values()}
 
 
 @pytest.mark.parametrize("assignment", sorted(ASSIGNMENTS))

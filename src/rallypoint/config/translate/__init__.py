@@ -1,8 +1,8 @@
-"""Configs of verl and TRL as ours: by the table that suggests keys for wrong names (`aliases.py`).
+"""Configs of verl and TRL as ours: by the table that suggests keys for wrong names (`other_projects.yaml`).
 
-Owns: how their configs are written (`reading.py`, `shell.py`), what they have where nothing is given (`defaults.py`),
-and what follows from several of their keys together (`verl.py`, `trl.py`). A key that has no counterpart is named,
-never left out in silence, and no value changes in silence.
+Owns: how their configs are written (`reading.py`, `shell.py`), and what follows from several of their keys together
+(`verl.py`, `trl.py`). A key that has no counterpart is named, never left out in silence, and no value changes in
+silence.
 
 Must not know: verl and TRL themselves, which need not be installed.
 """

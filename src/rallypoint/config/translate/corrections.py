@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rallypoint.config.other_projects import other_projects
 from rallypoint.config.translate.table import Ends, Translation
-
-_MASKS = {
-    "token_k1": "token",
-    "seq_sum_k1": "product",
-    "seq_mean_k1": "geometric",
-    "token": "token",
-    "sequence": "product",
-    "geometric": "geometric",  # until the end of 2025
-}
-"""verl's `rollout_rs` -> `level` of a mask."""
-_KL_MASKS = {"seq_mean_k2": "k2", "seq_mean_k3": "k3"}
-"""verl's `rollout_rs` -> `estimator` of a `kl_mask`."""
-_OTHERS = ("bypass_mode", "use_policy_gradient", "rollout_is_batch_normalize", "rollout_token_veto_threshold")
-"""verl's switches without a counterpart; off unless they are set."""
 
 Correction = dict[str, object]
 
@@ -28,7 +15,7 @@ def set_verl_corrections(ends: Ends, found: Translation) -> None:
     if corrections := [*_weights(ends, found), *_masks(ends, found)]:
         found.keys["correction"] = corrections
     ends.get("rollout_correction.loss_type")  # of the bypass alone
-    for key in _OTHERS:
+    for key in other_projects().verl.no_corrections:
         if value := ends.get(f"rollout_correction.{key}"):
             found.unknown.append(f"rollout_correction.{key}={value}")
 
@@ -47,6 +34,7 @@ def _weights(ends: Ends, found: Translation) -> Iterator[Correction]:
 
 
 def _masks(ends: Ends, found: Translation) -> Iterator[Correction]:
+    masks, kl_masks = other_projects().verl.masks, other_projects().verl.kl_masks
     named, thresholds = ends.get("rollout_rs"), str(ends.get("rollout_rs_threshold"))
     lower = ends.get("rollout_rs_threshold_lower")
     names = [] if named is None else str(named).replace(" ", "").split(",")
@@ -54,13 +42,13 @@ def _masks(ends: Ends, found: Translation) -> Iterator[Correction]:
     limits = limits * len(names) if len(limits) == 1 else limits
     for name, limit in zip(names, limits, strict=False):
         bounds = _bounds(limit)
-        if bounds is None or (name not in _MASKS and name not in _KL_MASKS):
+        if bounds is None or (name not in masks and name not in kl_masks):
             found.unknown.append(f"rollout_rs={name}, rollout_rs_threshold={limit}")
-        elif name in _KL_MASKS:
-            yield {"name": "kl_mask", "estimator": _KL_MASKS[name], "max_kl": bounds[1]}
+        elif name in kl_masks:
+            yield {"name": "kl_mask", "estimator": kl_masks[name], "max_kl": bounds[1]}
         else:
             low = bounds[0] if bounds[0] is not None else lower if lower is not None else 1.0 / bounds[1]
-            yield {"name": "mask", "level": _MASKS[name], "low": low, "high": bounds[1]}
+            yield {"name": "mask", "level": masks[name], "low": low, "high": bounds[1]}
 
 
 def _weight(level: str, low: float | None, high: float) -> Iterator[Correction]:

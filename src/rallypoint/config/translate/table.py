@@ -10,12 +10,10 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.aliases import Alias
-from rallypoint.config.aliases_by_recipe import aliases_for
 from rallypoint.config.fields import named_sections
+from rallypoint.config.other_projects import Alias, aliases_for, by_name, other_projects
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
-from rallypoint.config.translate.names import KNOWN
 from rallypoint.config.translate.reading import Keys
 from rallypoint.config.translate.shell import Script
 from rallypoint.config.tree import RunConfig
@@ -191,7 +189,7 @@ def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str
             one must be in a name of the table, so that it is about this section.
     """
     setter, usual = _Setter(found), set(found.usual)
-    known = {**KNOWN, **aliases_for(str(found.keys["recipe"]))}
+    known = {**by_name(other_projects().whole_configs), **aliases_for(str(found.keys["recipe"]))}
     for key, value in sorted(theirs.items(), key=lambda item: f"{item[0]}={item[1]}" in usual):  # theirs go before
         written, parts = f"{key}={value}", key.split(".")
         alias = _alias(parts, known, apart)

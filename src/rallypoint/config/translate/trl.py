@@ -6,8 +6,8 @@ import math
 import re
 from pathlib import Path
 
+from rallypoint.config.other_projects import other_projects
 from rallypoint.config.recipes import RECIPES
-from rallypoint.config.translate import defaults
 from rallypoint.config.translate.corrections import set_trl_corrections
 from rallypoint.config.translate.reading import CALL, PEFT, Keys, flags_of, read_arguments
 from rallypoint.config.translate.shell import Script
@@ -24,70 +24,11 @@ from rallypoint.config.translate.table import (
 from rallypoint.config.translate.trl_script import read_trl_script, script_in
 from rallypoint.errors import ConfigError
 
-_CLASSES = {
-    "SFTConfig": "sft",
-    "DPOConfig": "dpo",
-    "RewardConfig": "reward_model",
-    "GRPOConfig": "grpo",
-    "RLOOConfig": "grpo",
-    "PPOConfig": "ppo",
-    "GKDConfig": "opd",
-    "DistillationConfig": "opd",
-}
-"""Its classes of arguments, and the recipe of each."""
-_COMMANDS = {
-    "sft": "SFTConfig",
-    "dpo": "DPOConfig",
-    "reward": "RewardConfig",
-    "grpo": "GRPOConfig",
-    "rloo": "RLOOConfig",
-    "ppo": "PPOConfig",
-    "gkd": "GKDConfig",
-    "distillation": "DistillationConfig",
-    "kto": "KTOConfig",
-    "cpo": "CPOConfig",
-    "orpo": "ORPOConfig",
-    "bco": "BCOConfig",
-    "gold": "GOLDConfig",
-    "xpo": "XPOConfig",
-    "prm": "PRMConfig",
-    "nash": "NashMDConfig",
-    "online_dpo": "OnlineDPOConfig",
-    "minillm": "MiniLLMConfig",
-}
-"""Its commands, words in the names of its scripts, and the class whose arguments each takes."""
-_SIGNS = {
-    "num_ppo_epochs": "PPOConfig",
-    "num_generations": "GRPOConfig",
-    "precompute_ref_log_probs": "DPOConfig",
-    "center_rewards_coefficient": "RewardConfig",
-    "lmbda": "GKDConfig",
-    "seq_kd": "GKDConfig",
-    "teacher_model_name_or_path": "DistillationConfig",
-    "reward_funcs": "GRPOConfig",
-    "packing": "SFTConfig",
-    "assistant_only_loss": "SFTConfig",
-    "completion_only_loss": "SFTConfig",
-    "desirable_weight": "KTOConfig",
-    "undesirable_weight": "KTOConfig",
-    "cpo_alpha": "CPOConfig",
-    "simpo_gamma": "CPOConfig",
-}
-"""Arguments that only one class has, for a command line or a file without its name."""
 _CLASS = re.compile(r"(\w+\.)*[A-Z]\w*(Config|Trainer)")
 _NAMES = ("trainer", "trainer_class", "trainer_type", "trainer_name", "config_class", "class", "type", "_target_")
 """Keys of files that say which class they are for."""
 _OTHERS = ("LoraConfig", "ModelConfig", "BitsAndBytesConfig")
 """Classes that stand beside those of arguments."""
-_AGGREGATIONS = {
-    "grpo": "sequence",
-    "bnpo": "token",
-    "dapo": "token",
-    "dr_grpo": "fixed_length",
-    "cispo": "token",
-    "sapo": "sequence",
-}
-"""Its `loss_type`, which two losses are, too, and what each is a mean of."""
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -103,9 +44,10 @@ def from_trl(text: str) -> Translation:
     Raises:
         ConfigError: it cannot be read, or is of a class that no recipe stands for.
     """
+    trl = other_projects().trl
     file = None if re.match(CALL, text) else script_in(text.split())
     if file is not None:
-        own = read_trl_script(file, flags_of(text.split()), _CLASSES)
+        own = read_trl_script(file, flags_of(text.split()), trl.classes)
         given, script, kind = own.keys, Script({}), _supported(own.kind)
         found = Translation(own.ours, differs=own.lost, num_given=len(given))
     else:
@@ -118,15 +60,15 @@ def from_trl(text: str) -> Translation:
             "nothing says which class it is; for another one, give the command, such as 'trl sft --config theirs.yaml'"
         )
     given = {key.removeprefix(f"{kind}."): value for key, value in given.items() if not _names_class(key, value)}
-    found.keys["recipe"] = _CLASSES[kind]
+    found.keys["recipe"] = recipe = trl.classes[kind]
     theirs = take_unresolved(given, found)
-    theirs = with_usual(theirs, defaults.TRL[kind], given, found)
+    theirs = with_usual(theirs, {**trl.defaults_of_all, **trl.defaults[kind]}, given, found)
     theirs = _with_switched(kind, theirs, given, found)
     if _number(theirs.get("max_steps")) is None and _number(theirs.get("total_episodes")) is None:
-        theirs = with_usual(theirs, defaults.TRL_LENGTH, given, found)
+        theirs = with_usual(theirs, trl.defaults_length, given, found)
     ends = Ends(theirs)
     _set_optimizer(ends, found)
-    if RECIPES[_CLASSES[kind]].examples != "prompts":
+    if RECIPES[recipe].examples != "prompts":
         num_updates = _set_examples(ends, found)
     elif kind == "PPOConfig":
         num_updates = _set_ppo(ends, found)
@@ -148,34 +90,35 @@ def from_trl(text: str) -> Translation:
 
 def _with_switched(kind: str, theirs: Keys, given: Keys, found: Translation) -> Keys:
     """Return their keys with those that a switch brings: an adapter's, and the weights of what vLLM has sampled."""
+    trl = other_projects().trl
     if theirs.get("use_peft"):
-        theirs = with_usual(
-            theirs, defaults.PEFT_LORA if theirs["use_peft"] == PEFT else defaults.TRL_LORA, given, found
-        )
+        usual = trl.defaults_peft if theirs["use_peft"] == PEFT else trl.defaults_lora
+        theirs = with_usual(theirs, usual, given, found)
     if kind == "GRPOConfig" and theirs.get("use_vllm"):
         older = "vllm_importance_sampling_cap" in given
-        usual = {key: value for key, value in defaults.TRL_VLLM.items() if not (older and key.endswith("clip_max"))}
+        usual = {key: value for key, value in trl.defaults_vllm.items() if not (older and key.endswith("clip_max"))}
         theirs = with_usual(theirs, usual, given, found)
     return theirs
 
 
 def _class(text: str, given: Keys, script: Script) -> str | None:
     """Return the class that is called or named, whose command or script it is, or one of whose arguments is given."""
+    commands = other_projects().trl.commands
     call = re.match(CALL, text)
     place = script.words.index("trl") if "trl" in script.words[:-1] else None
     program = next((Path(word).stem for word in script.words if word.endswith(".py")), "")
-    words = [word for word in sorted(_COMMANDS, key=len, reverse=True) if f"_{word}_" in f"_{program}_"]
+    words = [word for word in sorted(commands, key=len, reverse=True) if f"_{word}_" in f"_{program}_"]
     if call:
         kind = call[1]
     elif place is not None:
-        kind = _COMMANDS.get(script.words[place + 1], script.words[place + 1])
+        kind = commands.get(script.words[place + 1], script.words[place + 1])
     elif words:
-        kind = _COMMANDS[words[0]]
+        kind = commands[words[0]]
     else:
         named = [str(value) for key, value in given.items() if _names_class(key, value)]
         sections = [key.partition(".")[0] for key in given]
         named += [name for name in sections if _CLASS.fullmatch(name) and name not in _OTHERS]
-        named += [kind for name, kind in _SIGNS.items() if name in given]
+        named += [kind for name, kind in other_projects().trl.signs.items() if name in given]
         if not named:
             return None
         kind = named[0].rpartition(".")[2].replace("Trainer", "Config")
@@ -183,8 +126,9 @@ def _class(text: str, given: Keys, script: Script) -> str | None:
 
 
 def _supported(kind: str) -> str:
-    if kind not in _CLASSES:
-        raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(_CLASSES)}",))
+    classes = other_projects().trl.classes
+    if kind not in classes:
+        raise ConfigError((f"no recipe stands for TRL's {kind}; expected one of {', '.join(classes)}",))
     return kind
 
 
@@ -281,10 +225,11 @@ def _set_kind(kind: str, ends: Ends, found: Translation) -> None:
 
 def _set_loss(ends: Ends, found: Translation) -> None:
     level, kind = ends.get("importance_sampling_level", "token"), str(ends.get("loss_type", "dapo"))
-    if kind not in _AGGREGATIONS:
+    aggregation = other_projects().trl.aggregations.get(kind)
+    if aggregation is None:
         found.unknown.append(f"loss_type={kind}")
     else:
-        found.keys["aggregation"] = _AGGREGATIONS[kind]
+        found.keys["aggregation"] = aggregation
     if level == "sequence":
         found.keys["loss.name"] = "gspo"
     elif level != "token":

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from annotated_types import Le
 
 from rallypoint.config.fields import named_sections
-from rallypoint.config.translate import defaults
+from rallypoint.config.other_projects import other_projects
 from rallypoint.config.translate.corrections import set_verl_corrections
-from rallypoint.config.translate.reading import read_keys
-from rallypoint.config.translate.references import with_referred
+from rallypoint.config.translate.reading import read_keys, with_referred
 from rallypoint.config.translate.table import (
     Ends,
     Translation,
@@ -26,60 +25,20 @@ from rallypoint.config.translate.table import (
     take_unresolved,
     with_usual,
 )
-from rallypoint.config.translate.verl_sft import is_sft, set_sft
 from rallypoint.config.tree import RunConfig
 from rallypoint.errors import ConfigError
 
-_LOSSES: dict[str, dict[str, object]] = {
-    "gspo": {"loss.name": "gspo"},
-    "cispo": {"loss.name": "cispo"},
-    "sapo": {"loss.name": "sapo", "aggregation": "sequence"},  # here and below whatever loss_agg_mode says
-    "geo_mean": {"loss.name": "gmpo", "aggregation": "sequence"},
-    "gpg": {"loss.name": "policy_gradient"},
-    "dppo_tv": {"loss.name": "dppo", "loss.divergence": "tv"},
-    "dppo_kl": {"loss.name": "dppo", "loss.divergence": "kl"},
-    "clip_cov": {"loss.name": "clip_cov"},
-    "kl_cov": {"loss.name": "kl_cov"},
-}
-"""Its names of policy losses, besides `vanilla`."""
-_OF_COVARIANCE = {
-    "clip_cov": {"clip_cov_ratio": "fraction", "clip_cov_lb": "covariance_low", "clip_cov_ub": "covariance_high"},
-    "kl_cov": {"kl_cov_ratio": "fraction", "ppo_kl_coef": "coef"},
-}
-"""The parameters of two of them."""
-_ADVANTAGES = {
-    name: name for name in ("rloo", "dr_grpo", "gdpo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-} | {"gpg": "dr_grpo"}
-"""Its names of estimators, besides `gae` and `grpo`."""
 _PROGRAM = re.compile(r"(verl|recipe)\.[\w.]*(main_\w+|sft_trainer\w*)")
 _SAME_PROGRAMS = ("main_ppo", "main_dapo")
 """Those that compute what the keys say, and nothing else."""
 _SAMPLERS_AHEAD = ("fully_async", "one_step_off")
 _CUTS_OF_ROWS = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
 _ACTOR = "actor_rollout_ref.actor"
-_SHARDED = {"actor": "actor.fsdp_config", "reference": "ref.fsdp_config", "critic": "critic.fsdp"}
-"""Role -> section of its FSDP."""
 _MOST_BATCHES, _NEVER = 1000, 10**6
 _SCORES = ("reward", "score", "seq_reward", "seq_final_reward")
 """Its names of what a group is filtered by that are the score."""
 _DEVICES = ("cuda", "cpu", "xpu")
 """Its devices that torch knows by itself."""
-_OF_REWARDS = frozenset(
-    {
-        "reward_model",
-        "reward_manager",
-        "reward_kwargs",
-        "custom_reward_function",
-        "overlong_buffer",
-        "overlong_buffer_cfg",
-    }
-)
-_ALONE = (
-    "agent checkpoint_engine distillation global_profiler mtp multi_turn pf_ppo profile profiler qat ray_init "
-    "ray_kwargs rollout_correction sandbox_fusion skip teacher_models trace transfer_queue turbo_config val_kwargs"
-)
-_APART = {"reward": _OF_REWARDS, "reward_model": _OF_REWARDS, **{name: frozenset({name}) for name in _ALONE.split()}}
-"""Sections whose keys have names that others have, too: reward_model.rollout.n is not rollout.n."""
 
 
 def from_verl(text: str) -> Translation:
@@ -94,30 +53,31 @@ def from_verl(text: str) -> Translation:
     Raises:
         ConfigError: it cannot be read, or does not say which algorithm it is.
     """
+    verl = other_projects().verl
     given, script = read_keys(text)
     found = Translation(num_given=len(given))
-    theirs = take_unresolved(with_referred(given, defaults.VERL, os.environ), found)
+    theirs = take_unresolved(with_referred(given, verl.defaults, os.environ), found)
     if (files := theirs.pop("defaults", None)) is not None:
         found.differs[f"defaults={files}"] = (
             "files that it names are not read; what stands only there is verl's default here"
         )
     _name_programs(script.words, found)
-    is_tuning = is_sft(script.words, given)
-    theirs = with_usual(theirs, defaults.VERL_SFT if is_tuning else defaults.VERL, given, found)
+    is_tuning = _is_sft(script.words, given)
+    theirs = with_usual(theirs, verl.defaults_sft if is_tuning else verl.defaults, given, found)
     ends = Ends(theirs)
     if is_tuning:
         found.keys["recipe"] = "sft"
     else:
         _set_algorithm(ends, found)
     if found.keys["recipe"] == "ppo":
-        theirs = with_usual(theirs, defaults.VERL_CRITIC, given, found)
+        theirs = with_usual(theirs, verl.defaults_critic, given, found)
     if _count(ends.peek("model.lora_rank")):
-        theirs = with_usual(theirs, defaults.VERL_LORA, given, found)
+        theirs = with_usual(theirs, verl.defaults_lora, given, found)
     if ends.get("trainer.total_training_steps") is None:
-        theirs = with_usual(theirs, defaults.VERL_SFT_LENGTH if is_tuning else defaults.VERL_LENGTH, given, found)
+        theirs = with_usual(theirs, verl.defaults_sft_length if is_tuning else verl.defaults_length, given, found)
     ends = Ends(theirs, ends.taken)
     if is_tuning:
-        set_sft(ends, found)
+        _set_sft(ends, found)
     else:
         _set_clip(ends, found)
         _set_kl(ends, found)
@@ -130,7 +90,48 @@ def from_verl(text: str) -> Translation:
         _set_shards(ends, found)
     _set_validation(ends, found)
     name_doubtful(script, found)
-    return by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, _APART)
+    apart = {"reward": verl.reward_words, "reward_model": verl.reward_words}
+    apart |= {name: frozenset({name}) for name in verl.sections_apart}
+    return by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, apart)
+
+
+def _is_sft(words: Sequence[str], given: Iterable[str]) -> bool:
+    """Whether a command, or the keys of a file, are of its supervised fine-tuning, whose keys have no roles.
+
+    >>> _is_sft(["-m", "verl.trainer.fsdp_sft_trainer"], []), _is_sft([], ["data.max_length", "optim.lr"])
+    (True, True)
+    >>> _is_sft(["-m", "verl.trainer.main_ppo"], ["algorithm.adv_estimator", "data.max_length"])
+    False
+    """
+    if any("sft_trainer" in word for word in words):
+        return True
+    sections = {key.partition(".")[0] for key in given}
+    return sections.isdisjoint({"algorithm", "actor_rollout_ref", "critic"}) and {"data", "optim"} <= sections
+
+
+def _set_sft(ends: Ends, found: Translation) -> None:
+    """Set what the table of names cannot say."""
+    verl = other_projects().verl
+    if (path := ends.get("model.path", ends.get("model.partial_pretrain"))) is not None:
+        found.keys["model.path"] = path
+    found.keys["data.num_examples"] = ends.get("data.train_batch_size")
+    for theirs, ours in verl.sft_columns.items():
+        if (name := ends.get(f"data.{theirs}")) not in (None, ours):
+            found.keys[f"data.columns.{ours}"] = name
+    cut = ends.get("data.truncation", "error")
+    if cut in verl.sft_on_too_long:
+        found.keys["data.on_too_long"] = verl.sft_on_too_long[cut]
+    else:
+        found.open[f"data.truncation={cut}"] = "rows can be cut at their end: data.on_too_long=truncate"
+    tokens, parts = ends.get("data.max_token_len_per_gpu"), ends.peek("engine.ulysses_sequence_parallel_size", 1)
+    if isinstance(tokens, int) and isinstance(parts, int):  # of the part of each row that a GPU has
+        found.keys["engine.max_tokens_per_micro_batch"] = tokens * parts
+    if (when := ends.peek("trainer.test_freq")) is not None and not isinstance(when, int):
+        ends.get("trainer.test_freq")
+        found.open[f"trainer.test_freq={when}"] = "validation.every_steps is a number of steps"
+    for name, why in verl.sft_unneeded.items():
+        if ends.has(f"data.{name}"):
+            found.open[f"data.{name}={ends.get(f'data.{name}')}"] = why
 
 
 def _name_programs(words: Sequence[str], found: Translation) -> None:
@@ -162,10 +163,11 @@ def _set_algorithm(ends: Ends, found: Translation) -> None:
                 "from `rally config opd`, with teacher.path and teacher.loss (docs/distill.md)",
             )
         )
+    verl = other_projects().verl
     name = str(ends.get("adv_estimator")).removesuffix("_vectorized")
     found.keys["recipe"] = "ppo" if name == "gae" else "grpo"
-    if name in _ADVANTAGES:
-        found.keys["advantage.name"] = _ADVANTAGES[name]
+    if name in verl.advantages:
+        found.keys["advantage.name"] = verl.advantages[name]
     elif name not in {"gae", "grpo"}:
         found.unknown.append(f"algorithm.adv_estimator={name}")
     if name == "gpg":
@@ -173,14 +175,14 @@ def _set_algorithm(ends: Ends, found: Translation) -> None:
             "advantage.name=dr_grpo is the same but for its factor, rows / rows with a score that is not 0"
         )
     mode = str(ends.get("policy_loss.loss_mode", "vanilla"))
-    if mode in _LOSSES:
-        found.keys |= _LOSSES[mode]
-        if "aggregation" in _LOSSES[mode]:
+    if mode in verl.losses:
+        found.keys |= verl.losses[mode]
+        if "aggregation" in verl.losses[mode]:
             found.open[f"{_ACTOR}.loss_agg_mode={ends.get('loss_agg_mode')}"] = (
                 f"their {mode} is a mean of rows, always"
             )
             found.forget(f"{_ACTOR}.loss_agg_mode")
-        named = {ours: ends.get(f"policy_loss.{name}") for name, ours in _OF_COVARIANCE.get(mode, {}).items()}
+        named = {ours: ends.get(f"policy_loss.{name}") for name, ours in verl.covariance.get(mode, {}).items()}
         found.keys |= {f"loss.{ours}": value for ours, value in named.items() if value is not None}
     elif mode != "vanilla":
         found.unknown.append(f"policy_loss.loss_mode={mode}")
@@ -244,7 +246,7 @@ def _set_kl(ends: Ends, found: Translation) -> None:
         name: ends.get(f"kl_ctrl.{theirs}") for name, theirs in (("target", "target_kl"), ("horizon", "horizon"))
     }
     if in_loss and loss_coef:
-        estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "k3", "k3": "k3"}
+        estimators = other_projects().verl.estimators
         found.keys |= {"kl.placement": "loss", "kl.coef": loss_coef}
         if loss_kind.endswith("+"):
             found.keys["kl.estimator"] = "k2"
@@ -338,7 +340,7 @@ def _set_shards(ends: Ends, found: Translation) -> None:
     """Its FSDP shards over all ranks unless it is told a number."""
     pools = cast("Mapping[str, Sequence[int]]", found.keys.get("cluster.pools", {"main": [0]}))
     num_ranks, is_tuning = sum(pools["main"]), found.keys["recipe"] == "sft"
-    for role, section in {"actor": "engine"}.items() if is_tuning else _SHARDED.items():
+    for role, section in {"actor": "engine"}.items() if is_tuning else other_projects().verl.sharded.items():
         size = ends.get(f"{section}.fsdp_size", -1)
         if role == "critic":
             size = ends.get("critic.model.fsdp_config.fsdp_size", size)
