@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from ray_forks import forked_workers
+
 from rallypoint.cli.main import run
 
 
@@ -23,19 +25,26 @@ def fork_context() -> ForkServerContext:
 
 
 class ForkedRally:
-    """The command line in a process of its own, with the methods of `subprocess.Popen`; stdout has stderr too."""
+    """The command line in a process of its own, with the methods of `subprocess.Popen`; stdout has stderr too.
 
-    def __init__(self, arguments: list[str], *, cwd: Path | None = None, kill_before: str | None = None) -> None:
+    The workers of a local Ray that it starts are forks, too: see `ray_forks`.
+    """
+
+    def __init__(
+        self, arguments: list[str], *, cwd: Path | None = None, kill_before: str | None = None, **environment: str
+    ) -> None:
         """Start it.
 
         Args:
             arguments: of `rally`.
             cwd: working directory; by default this process's.
+            environment: variables that are added to this process's.
             kill_before: the process is killed before it renames anything to a path that ends with this.
         """
         context = fork_context()
         ours, theirs = context.Pipe(duplex=False)
-        given = (arguments, theirs, dict(os.environ), cwd or Path.cwd(), kill_before)
+        with forked_workers():
+            given = (arguments, theirs, {**os.environ, **environment}, cwd or Path.cwd(), kill_before)
         self._process = context.Process(target=_be_rally, args=given, daemon=True)
         self._process.start()
         theirs.close()

@@ -4,6 +4,7 @@ A process is in one cluster at a time, so it is ended before a test that has not
 """
 
 import pytest
+from ray_forks import forked_workers
 
 from rallypoint.cluster.ray_cluster import RayCluster
 
@@ -26,7 +27,10 @@ def lasting_ray(request: pytest.FixtureRequest) -> LastingCluster:
     stash = request.session.stash
     if _CLUSTER not in stash:
         logs = request.getfixturevalue("tmp_path_factory").mktemp("ray")
-        stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, dashboard=False, say=print)
+        with forked_workers():
+            stash[_CLUSTER] = LastingCluster.start_local(
+                log_folder=logs, object_store_gib=1.2, dashboard=False, say=print
+            )
     return stash[_CLUSTER]
 
 
