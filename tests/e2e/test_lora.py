@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import Runs
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -48,10 +49,10 @@ def test_split_roles_and_ranks_on_ray_give_the_same_adapters_as_colocated_ones(r
     assert weights_of(colocated) == weights_of(split)
 
 
-@pytest.fixture
-def trained(runs):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A run with adapters that do something: at a high rate."""
-    return runs.run("trained", LORA, INLINE, ONE, "actor.optimizer.lr=0.03")
+    return Runs(tmp_path_factory.mktemp("trained")).run("trained", LORA, INLINE, ONE, "actor.optimizer.lr=0.03")
 
 
 def test_a_trained_adapter_is_used_exported_and_trained_further(runs, trained, tmp_path):
@@ -87,7 +88,10 @@ def test_a_trained_adapter_is_used_exported_and_trained_further(runs, trained, t
         torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-9)
 
 
-def test_a_run_that_was_moved_still_finds_the_model_that_it_made(runs, trained, tmp_path):
+def test_a_run_that_was_moved_still_finds_the_model_that_it_made(trained, tmp_path):
     moved = trained.path.rename(tmp_path / "moved")
-    assert find_trained(str(moved)).base == str(moved / "model")
-    assert find_trained(str(moved)).load() is not None
+    try:
+        assert find_trained(str(moved)).base == str(moved / "model")
+        assert find_trained(str(moved)).load() is not None
+    finally:
+        moved.rename(trained.path)

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from tiny_runs import Runs
 
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
@@ -43,11 +44,18 @@ def test_a_resumed_run_judges_again_and_ends_with_the_same_weights(runs, weights
     assert sum("actor/ratio_error" in record for record in steps_of(resumed)) == 4
 
 
+ALIKE = (INLINE[0], "actor.num_mini_batches=1", "recipe=grpo", "model.create.num_key_value_heads=2")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The steps of one rank."""
+    return steps_of(Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE[1], *ALIKE))
+
+
 @pytest.mark.parametrize("mesh", [(), ("actor.mesh.sp=2",), ("actor.mesh.tp=2",)], ids=["dp", "sp", "tp"])
-def test_ranks_compare_their_rows_together(runs, mesh):
-    alike = (INLINE[0], "actor.num_mini_batches=1", "recipe=grpo", "model.create.num_key_value_heads=2")
-    alone = steps_of(runs.run("alone", INLINE[1], *alike))
-    together = steps_of(runs.run("together", "cluster.pools={main: [2]}", *mesh, *alike))
+def test_ranks_compare_their_rows_together(runs, alone, mesh):
+    together = steps_of(runs.run("together", "cluster.pools={main: [2]}", *mesh, *ALIKE))
     for one, two in zip(alone, together, strict=True):
         assert two["kl/reference_mean"] == pytest.approx(one["kl/reference_mean"], abs=1e-6)
         assert 0 < two["rollout/logprob_gap_mean"] <= two["rollout/logprob_gap_max"] < 1e-5

@@ -1,6 +1,7 @@
 """The same seed and layout give the same weights, bit for bit, however a run is carried out."""
 
 import pytest
+from tiny_runs import Runs
 
 from rallypoint.run import read_metrics
 
@@ -8,6 +9,12 @@ pytestmark = pytest.mark.lasting_ray
 
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, weights_of):
+    """The weights of a run of one rank, in this process."""
+    return weights_of(Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE, ONE))
 
 
 @pytest.mark.parametrize(("recipe", "ranks"), [("ppo", TWO), ("ppo", ONE), ("grpo", TWO)])
@@ -20,15 +27,13 @@ def test_ray_and_inline_give_the_same_weights_bit_for_bit(runs, weights_of, reci
     assert set(weights_of(on_ray)) == expected
 
 
-def test_the_same_seed_repeats_and_another_seed_does_not(runs, weights_of):
-    first, again = runs.run("first", INLINE, ONE), runs.run("again", INLINE, ONE)
-    other = runs.run("other", INLINE, ONE, "seed=1")
-    assert weights_of(first) == weights_of(again)
-    assert weights_of(first) != weights_of(other)
+def test_the_same_seed_repeats_and_another_seed_does_not(runs, weights_of, alone):
+    again, other = runs.run("again", INLINE, ONE), runs.run("other", INLINE, ONE, "seed=1")
+    assert weights_of(again) == alone
+    assert weights_of(other) != alone
 
 
-def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(runs, weights_of):
-    colocated = runs.run("colocated", INLINE, ONE)
+def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(runs, weights_of, alone):
     split = runs.run(
         "split",
         RAY,
@@ -36,16 +41,16 @@ def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(run
         "rollout.placement.pool=second",
         "critic.placement.pool=second",
     )
-    assert weights_of(colocated) == weights_of(split)
+    assert weights_of(split) == alone
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs, weights_of):
-    whole = runs.run("whole", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
     halved = runs.run("halved", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
+    whole = weights_of(halved)
     for later in sorted(halved.checkpoints.iterdir())[1:]:
         later.rename(halved.path / later.name)
     resumed = runs.resume("halved")
-    assert weights_of(whole) == weights_of(resumed)
+    assert weights_of(resumed) == whole
     steps = [line.split('"step": ')[1].split(",")[0] for line in resumed.metrics.read_text().splitlines()]
     assert sorted(set(steps)) == ["0", "1", "2", "3", "4"]
 

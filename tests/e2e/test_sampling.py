@@ -1,6 +1,7 @@
 """What the config says of sampling reaches every token, and training still sees the model's own distribution."""
 
 import pytest
+from tiny_runs import Runs
 
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.preflight import load_checked
@@ -16,18 +17,29 @@ NARROW = (
 )
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A run that samples from part of the distribution."""
+    return Runs(tmp_path_factory.mktemp("narrow")).run("narrow", *INLINE, *NARROW)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A run that samples from all of it, and one response to each prompt of validation."""
+    return Runs(tmp_path_factory.mktemp("wide")).run("wide", *INLINE, "trainer.num_steps=1")
+
+
 def ends_where_it_must(text: str) -> bool:
     """A stop text ends a response, unless that has fewer than two tokens; at the latest five do."""
     place = min((place for digit in "73" if (place := text.find(digit)) >= 0), default=len(text))
     return len(text) >= 2 and (len(text) == 2 or place >= len(text) - 1 or "<" in text)
 
 
-def test_rollouts_are_drawn_as_the_config_says_by_both_engines_alike(runs, weights_of):
-    native = runs.run("native", *INLINE, *NARROW)
+def test_rollouts_are_drawn_as_the_config_says_by_both_engines_alike(runs, narrow):
     plain = runs.run("plain", *INLINE, *NARROW, "rollout.engine=hf")
     rollouts = [
         [(row["prompt_ids"], row["response"], row["response_ids"], row["score"]) for row in read_rollouts(run.path, 1)]
-        for run in (native, plain)
+        for run in (narrow, plain)
     ]
     assert rollouts[0] == rollouts[1]
     texts = [response for _, response, _, _ in rollouts[0]]
@@ -36,23 +48,21 @@ def test_rollouts_are_drawn_as_the_config_says_by_both_engines_alike(runs, weigh
     assert any(len(text) < 5 and text[-1] in "73" for text in texts), texts
 
 
-def test_logprobs_stay_those_of_the_model_as_trained(runs):
-    run = runs.run("narrow", *INLINE, *NARROW)
-    steps = [record for record in read_metrics(run.metrics) if "reward/mean" in record]
+def test_logprobs_stay_those_of_the_model_as_trained(narrow, wide):
+    steps = [record for record in read_metrics(narrow.metrics) if "reward/mean" in record]
     assert all(record["rollout/logprob_gap_max"] < 1e-4 for record in steps)
     assert all(record["rollout/narrowing"] > 0.1 for record in steps)
     assert all(record["actor/ratio_error"] < 1e-4 for record in steps)
-    worst = summarise(run, load_checked(str(run.path)).config).agreement
+    worst = summarise(narrow, load_checked(str(narrow.path)).config).agreement
     assert worst is not None
     assert worst.largest == max(record["rollout/logprob_gap_max"] for record in steps)
     assert worst.text is not None
     assert worst.text in worst.worst
-    assert f"{worst.text!r} (id {worst.token})" in (run.logs / "train.log").read_text()
-    wide = runs.run("wide", *INLINE, "trainer.num_steps=1")
+    assert f"{worst.text!r} (id {worst.token})" in (narrow.logs / "train.log").read_text()
     assert all("rollout/narrowing" not in record for record in read_metrics(wide.metrics))
 
 
-def test_several_responses_to_each_validation_prompt_are_kept_measured_and_tracked(runs):
+def test_several_responses_to_each_validation_prompt_are_kept_measured_and_tracked(runs, wide):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -70,6 +80,5 @@ def test_several_responses_to_each_validation_prompt_are_kept_measured_and_track
     assert {f"val-core/{source}/reward/best@4/mean", "actor/pg_loss"} <= set(found.Tags()["scalars"])
     assert "rollouts/text_summary" in found.Tags()["tensors"]
     assert found.Tags()["images"] == ["curve"]
-    once = runs.run("once", *INLINE, "trainer.num_steps=1")
     first = [row["response_ids"] for row in rows if row["sample_index"] == 0]
-    assert [row["response_ids"] for row in read_rollouts(once.path, 1, "validation")] == first, "one more changes none"
+    assert [row["response_ids"] for row in read_rollouts(wide.path, 1, "validation")] == first, "one more changes none"
