@@ -1,16 +1,24 @@
-"""A run on any device mesh is the run on one process: same rollouts, same weights up to rounding, and it resumes."""
+"""A run on any device mesh is the run on one process: same rollouts; weights, metrics up to rounding; it resumes."""
 
+import re
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 from tiny_runs import Runs
 
+from rallypoint.run import read_metrics
+
 pytestmark = pytest.mark.lasting_ray
 
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
+CORRECTED = "correction=[{name: tis, cap: 1.2}]"
 HEADS = "model.create.num_key_value_heads=2"
+
+
+OF_THE_MACHINE = re.compile("^time_s|/memory_gib$|/mfu$|^rollout/worst_")
+"""Metrics of it, and of whichever token has the largest rounding error."""
 
 
 def meshes(size: str) -> tuple[str, ...]:
@@ -33,20 +41,39 @@ def assert_close(actual, expected):
         assert (actual[name] - wanted).abs().max() <= 1e-4 * max(1.0, float(wanted.abs().max())), name
 
 
+def metrics_of(run) -> dict:
+    found = {(record["step"], name): number for record in read_metrics(run.metrics) for name, number in record.items()}
+    return {place: number for place, number in found.items() if not OF_THE_MACHINE.search(place[1])}
+
+
+def assert_same_metrics(actual, expected):
+    assert actual.keys() == expected.keys()
+    off = {
+        name: (actual[name], wanted)
+        for name, wanted in expected.items()
+        if actual[name] != pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    }
+    assert not off
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> dict:
-    return final_weights(Runs(tmp_path_factory.mktemp("expected")).run("one process", INLINE, ONE, HEADS))
+def expected(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("expected")).run("one process", INLINE, ONE, HEADS, CORRECTED)
 
 
-@pytest.mark.parametrize("size", ["tp=2", "sp=2"])
-def test_threads_that_share_matrices_or_tokens_train_as_one_process(runs, expected, size):
-    assert_close(final_weights(runs.run("mesh", INLINE, TWO, HEADS, *meshes(size))), expected)
+@pytest.mark.parametrize("size", ["tp=2", "sp=2", None])
+def test_threads_that_share_matrices_tokens_or_rows_train_and_measure_as_one_process(runs, expected, size):
+    run = runs.run("mesh", INLINE, TWO, HEADS, CORRECTED, *(meshes(size) if size else ()))
+    assert_close(final_weights(run), final_weights(expected))
+    assert_same_metrics(metrics_of(run), metrics_of(expected))
 
 
 def test_processes_that_shard_a_model_train_as_one_process_and_resume(runs, expected):
-    run = runs.run("mesh", RAY, TWO, HEADS, *meshes("dp_shard=2"), "checkpoint={every_steps: 2, keep: 9}")
+    keys = (HEADS, CORRECTED, "checkpoint={every_steps: 2, keep: 9}")
+    run = runs.run("mesh", RAY, TWO, *keys, *meshes("dp_shard=2"))
     whole = final_weights(run)
-    assert_close(whole, expected)
+    assert_close(whole, final_weights(expected))
+    assert_same_metrics(metrics_of(run), metrics_of(expected))
     for later in sorted(run.checkpoints.iterdir())[1:]:
         later.rename(run.path / later.name)
     assert_close(final_weights(runs.resume("mesh")), whole)

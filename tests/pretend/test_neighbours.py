@@ -51,6 +51,26 @@ def test_what_sleeps_leaves_its_memory_to_a_neighbour_and_to_nobody_without_one(
     assert pretend.kernels["empty_cache"] == 3, "a role that comes later in the same process"
 
 
+def test_a_role_measures_its_peak_on_the_device_with_what_others_of_the_process_keep_there(context):
+    def taken(num_bytes):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="pretend")
+
+    not_ours = taken(5_000)
+    actor, critic, asleep = (MemoryLease(context) for _ in range(3))
+    with actor.held():
+        weights = taken(10_000)
+        taken(50_000)
+    with critic.held():
+        taken(20_000)
+        with critic.held():  # as weights that are loaded while a rank samples
+            taken(7_000)
+    measured = [lease.metrics().scalars() for lease in (actor, critic, asleep)]
+    assert measured == [{"memory_gib": 60_000 / 2**30}, {"memory_gib": 30_000 / 2**30}, {}]
+    with actor.held():
+        del weights, not_ours
+    assert actor.metrics().scalars() == {"memory_gib": 10_000 / 2**30}, "of the calls since it was last asked"
+
+
 def test_a_neighbour_asks_for_no_more_free_memory_than_it_takes():
     _, total = torch.accelerator.get_memory_info()
     assert _memory_share(total // 4, "pretend") == pytest.approx(0.25, rel=1e-6)

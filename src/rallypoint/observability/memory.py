@@ -8,6 +8,7 @@ them, and what it shares with others of its own, beyond what was there before th
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from rallypoint.types import Maximum, Metrics
 _SHARED: dict[int, int] = {}
 """Ids of the owners of memory that this process shares with others -> bytes."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_OPEN: list[MemoryMeter] = []
+"""Meters that measure now. The system keeps one peak for all of them, so that each notes it before it is restarted."""
+_LOCK = threading.Lock()
+"""Held while `_OPEN` or the peak of a meter changes."""
 
 
 class MemoryMeter:
@@ -31,19 +36,23 @@ class MemoryMeter:
             device: of the role.
             baseline: what `resident_bytes` was before the process had any role.
         """
-        self._device, self._baseline = device, baseline
-        self._peak, self._num_open = 0, 0
+        self._device, self._baseline, self._peak = device, baseline, 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure what happens inside."""
-        _reset_peak(self._device)
-        self._num_open += 1
+        """Measure what happens inside, also within another's call or beside it."""
+        with _LOCK:
+            _restart_peak(self._device)
+            _OPEN.append(self)
         try:
             yield
         finally:
-            self._num_open -= 1
-            self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
+            with _LOCK:
+                self._note()
+                _OPEN.remove(self)
+
+    def _note(self) -> None:
+        self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
 
     def take(self, beside_bytes: int = 0) -> Metrics:
         """Return `memory_gib` of the calls since it was last taken; nothing where it cannot be measured.
@@ -51,10 +60,10 @@ class MemoryMeter:
         Args:
             beside_bytes: the most that other processes had meanwhile for the same role.
         """
-        if self._num_open:  # what a turn took so far that goes on
-            self._peak = max(self._peak, _peak_bytes(self._device) - self._baseline)
-            _reset_peak(self._device)
-        peak, self._peak = self._peak + beside_bytes, 0
+        with _LOCK:
+            if self in _OPEN:  # a turn that goes on: it begins anew
+                _restart_peak(self._device)
+            peak, self._peak = self._peak + beside_bytes, 0
         return Metrics({"memory_gib": Maximum(peak / 2**30)} if peak > 0 else {})
 
 
@@ -84,8 +93,11 @@ def _peak_bytes(device: torch.device) -> int:
     return private + _shared_bytes()
 
 
-def _reset_peak(device: torch.device) -> None:
+def _restart_peak(device: torch.device) -> None:
     """Restart the peak at the current value; where that is not allowed it stays the peak of the process."""
+    for meter in _OPEN:
+        if meter._device == device:
+            meter._note()
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return

@@ -43,6 +43,18 @@ def test_a_turn_that_goes_on_is_not_blamed_again_for_a_peak_that_was_told():
         assert meter.take()["memory_gib"].scalar * 2**30 < NUM_BYTES / 2
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in its turn", "beside it"])
+def test_a_turn_keeps_its_peak_when_another_begins(inside):
+    """As ranks that are threads of one process, or weights that are loaded while a rank samples."""
+    meter = MemoryMeter(CPU, resident_bytes(CPU))
+    other = meter if inside else MemoryMeter(CPU, resident_bytes(CPU))
+    with meter.measured():
+        torch.ones(NUM_BYTES // 4)
+        with other.measured():
+            pass
+    assert meter.take()["memory_gib"].scalar * 2**30 == pytest.approx(NUM_BYTES, rel=0.05)
+
+
 def test_calls_without_memory_of_their_own_measure_nothing():
     meter = MemoryMeter(CPU, resident_bytes(CPU) + NUM_BYTES)
     with meter.measured():

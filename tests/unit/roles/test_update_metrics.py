@@ -21,6 +21,24 @@ from rallypoint.types import ActorBatch, DistilledBatch, Metrics, Sequences
 
 LENGTHS, ADVANTAGES = (3, 2, 3, 1, 2, 3, 1, 2), (1.0, -1.0, 0.5, -2.0, -0.5, 2.0, 1.5, -1.0)
 """Answers of eight rows, two to a prompt."""
+
+
+def within(numbers, low, high):
+    return ((numbers >= low) & (numbers <= high)).float()
+
+
+TIS_AND_MASK = "[{name: tis, cap: 1.2}, {name: mask, low: 0.7, high: 9.0}]"
+WEIGHTS = {
+    TIS_AND_MASK: lambda rho, _: rho.clamp(max=1.2) * within(rho, 0.7, 9.0),
+    "[{name: tis, level: sequence, cap: 1.1}]": lambda rho, _: rho.prod().clamp(max=1.1),
+    "[{name: icepop, low: 0.7, high: 1.4}]": lambda rho, _: rho * within(rho, 0.7, 1.4),
+    "[{name: mask, level: product, low: 0.8, high: 1.3}]": lambda rho, _: within(rho.prod(), 0.8, 1.3),
+    "[{name: mask, level: geometric, low: 0.8, high: 1.2}]": lambda rho, _: within(rho.log().mean().exp(), 0.8, 1.2),
+    "[{name: kl_mask, estimator: k2, max_kl: 0.03}]": lambda rho, _: within(rho.log().square().mean() / 2, 0.0, 0.03),
+    "[{name: kl_mask, estimator: k3, max_kl: 0.03}]": lambda rho, _: within((rho - 1 - rho.log()).mean(), 0.0, 0.03),
+    "[{name: off_policy_mask, delta: 0.1}]": lambda _, left: within(left.mean(), -math.inf, 0.1),
+}
+"""Corrections -> the weight of a row's tokens, by their rho = old / rollout and their log(rollout / policy)."""
 CONFIG = (
     "data.max_prompt_tokens=2",
     "rollout={max_response_tokens: 3, num_prompts: 4, group_size: 2}",
@@ -29,7 +47,7 @@ CONFIG = (
     "actor.optimizer={lr: 0.02, warmup_ratio: 0, schedule: constant}",
     "loss={name: clip, clip_low: 0.1, clip_high: 0.3}",
     "kl={coef: 0.1, placement: loss, estimator: k3}",
-    "correction=[{name: tis, cap: 1.2}, {name: mask, low: 0.7, high: 9.0}]",
+    f"correction={TIS_AND_MASK}",
 )
 
 
@@ -109,6 +127,7 @@ class Plain:
     """The same update: AdamW over mini-batches, each row for itself; the sums that the metrics are quotients of."""
 
     aggregation: str
+    correction: str = TIS_AND_MASK
     sums: dict = dataclasses.field(default_factory=dict)
 
     def note(self, name, numbers, weight):
@@ -131,11 +150,13 @@ class Plain:
     def row(self, new, entropy, *, rollout_logprobs, old_logprobs, reference_logprobs, advantages, teacher_logprobs):
         ratio = (new - old_logprobs).exp()
         rho = (old_logprobs - rollout_logprobs).exp()
-        weight = torch.where((rho < 0.7) | (rho > 9.0), 0.0, rho.clamp(max=1.2))
+        weight = of_kl = WEIGHTS[self.correction](rho, (rollout_logprobs - new).detach()) * torch.ones(len(new))
+        if "off_policy_mask" in self.correction:  # of what should become less likely, and the KL knows nothing of that
+            weight, of_kl = torch.where(advantages < 0, weight, 1.0), 1.0
         policy = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.3) * advantages) * weight
         kl = (reference_logprobs - new).exp() - 1 - (reference_logprobs - new)
         by_row = 1.0 if self.aggregation == "token" else 1 / len(new)
-        lost = policy - 0.01 * entropy + 0.1 * kl * weight
+        lost = policy - 0.01 * entropy + 0.1 * kl * of_kl
         for name, numbers in (("loss", lost), ("policy_loss", policy), ("entropy", entropy), ("reference_kl", kl)):
             self.note(name, numbers.detach(), by_row)
         is_clipped = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.9))
@@ -161,6 +182,15 @@ def test_what_an_update_measures_is_what_its_mini_batches_epochs_and_rows_say(st
     assert found["actor/num_tokens"] == 2 * sum(LENGTHS)
     assert found["actor/lr"] == 0.02
     assert found["actor/ratio_error"] < 1e-5
+
+
+@pytest.mark.parametrize("correction", [one for one in WEIGHTS if one != TIS_AND_MASK])
+def test_every_correction_measures_the_weights_that_it_gives(start, folder, correction):
+    actor, _, batch = start("aggregation=token", f"correction={correction}")
+    expected = Plain("token", correction).update(folder, actor.cut(batch, 1).parts)
+    found = asyncio.run(actor.update(batch, 1)).scalars()
+    assert 0.1 < expected["actor/correction"] < 0.99, "it does something"
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-4)
 
 
 def test_ranks_together_measure_what_one_rank_measures(start):
