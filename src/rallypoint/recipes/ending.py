@@ -37,6 +37,16 @@ class Endings:
         """Add an ending; `after` is one that must be done before it."""
         self._endings.insert(len(self._endings) if after is None else self._endings.index(after), ending)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(StopIteration):  # by which the coroutine says that it is done
+            self.__aexit__(kind, error, trace).send(None)
+            raise AssertionError("an ending that waits needs `async with`")
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -16,6 +16,7 @@ from rallypoint.journal import Journal, RunBegan, RunEnded
 from rallypoint.observability.tracker_clients import open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
 from rallypoint.observability.verl_names import as_in_verl
+from rallypoint.recipes.ending import Endings
 from rallypoint.run import MetricsLog
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import software
@@ -50,9 +51,12 @@ def open_readers(beginning: Beginning, folder: RunFolder, journal: Journal) -> I
     tracking = beginning.config.tracking or TrackingConfig()
     tracked = Tracked(folder.path, tracking.project, beginning.first, dict(values_of(beginning.config)))
     rename = as_in_verl if tracking.names == "verl" else dict
-    curve = CurveAsItGoes(folder.path)
-    with MetricsLog(folder.metrics) as metrics, contextlib.closing(curve):
+    with Endings(journal.say) as at_end:
+        metrics = MetricsLog(folder.metrics)
+        at_end.add(metrics.close)
+        curve = CurveAsItGoes(folder.path)
+        at_end.add(curve.close)
         trackers = open_trackers(tracking.to, tracked, journal, rename=rename)
+        at_end.add(trackers.close)
         journal.subscribe(folder.take, metrics.take, trackers.take, curve.take)
-        with contextlib.closing(trackers):
-            yield trackers
+        yield trackers

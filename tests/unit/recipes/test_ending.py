@@ -1,6 +1,7 @@
 """However a block ends, all its endings are done, and the first error is the one that is told."""
 
 import asyncio
+import functools
 
 import pytest
 
@@ -58,6 +59,28 @@ def test_the_error_of_the_block_goes_before_those_of_endings(what):
     assert done == ALL
     assert type(error) is type(what)
     assert said == ["and while the run ended: LookupError: endpoint"]
+
+
+@pytest.mark.parametrize("in_block", [None, ValueError("of the run")])
+def test_what_does_not_wait_ends_in_the_same_way_without_a_loop(in_block):
+    said, done = [], []
+
+    def fail(name):
+        done.append(name)
+        raise LookupError(name)
+
+    def end():
+        with Endings(said.append) as at_end:
+            for name in ("log", "curve", "trackers"):
+                at_end.add(functools.partial(fail, name))
+            if in_block:
+                raise in_block
+
+    with pytest.raises(type(in_block) if in_block else LookupError) as raised:
+        end()
+    assert done == ["trackers", "curve", "log"]
+    told = [str(raised.value), *(line.rpartition(" ")[2] for line in said)]
+    assert told == (["of the run"] if in_block else []) + done
 
 
 def test_endings_are_done_also_if_nothing_can_be_said():
