@@ -62,6 +62,7 @@ def repetitions(
             )
     if isinstance(train, EncodedRows):
         yield from _repeated_rows(config, train, validation)
+    yield from _drawn_again(config)
     if not isinstance(train, EncodedPrompts):
         return
     wanted, repeats = config.rollout.num_prompts, train.repeats()
@@ -82,6 +83,17 @@ def repetitions(
         yield (
             f"{num_rows:,} of {len(validation.examples):,} validation prompts are trained on too: validation/score "
             "will say more than is true"
+        )
+
+
+def _drawn_again(config: RunConfig) -> Iterator[str]:
+    """Yield a note if a run of so many epochs may take more prompts than these have."""
+    epochs = config.trainer.num_epochs
+    if epochs is not None and config.rollout.dynamic_sampling:
+        yield (
+            f"trainer.num_epochs={epochs:g} is of the prompts that are trained on, and groups that "
+            "rollout.dynamic_sampling replaces take further ones: the more are replaced, the more prompts come again "
+            "before the last step; data/epoch counts all passes over the data"
         )
 
 

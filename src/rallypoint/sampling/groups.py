@@ -67,6 +67,11 @@ class PromptsDone:
     ahead: tuple[int, ...] = ()
     """Those after it that are, in order."""
 
+    @property
+    def num(self) -> int:
+        """Number of them, with those of groups that others replaced."""
+        return self.oldest + len(self.ahead)
+
     @classmethod
     def read(cls, done: Mapping[str, Any]) -> Self:
         """Return them from what JSON has of them."""

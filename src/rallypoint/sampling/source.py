@@ -37,7 +37,7 @@ from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Sampled, measure, measure_sources, shown_tokens
-from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, merge
+from rallypoint.types import Last, Mean, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
@@ -92,6 +92,8 @@ class RolloutSource:
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
         self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._num_loads = 0
+        is_counted = config.trainer.num_epochs is not None or not isinstance(prompts.train, StreamedPrompts)
+        self._num_in_epoch = len(prompts.train) if is_counted else None
         self.done = PromptsDone()
         asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
 
@@ -165,12 +167,14 @@ class RolloutSource:
         await self._begin_again()
         groups, replaced, counts = await self._choose()
         sampled = await self._batch_of(groups, replaced)
-        sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._groups.take(taken)
         self.mailbox.schedule.taken()
         for index in taken:
             del self._in_flight.groups[index]
+        if self._num_in_epoch is not None:
+            counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._num_in_epoch)}))
+        sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         idle = times.taken(self._groups.num_taken // rollout.num_prompts, groups, self.mailbox.take_busy_s())
         if rollout.max_staleness:
             aged = sampled.aged(self._groups.age, keeps=rollout.on_load == "keep")

@@ -152,6 +152,15 @@ def test_repeated_prompts_with_other_answers_are_counted_and_distinct_ones_are_n
     assert notes_on(["1=1", "2=2", "3=3"]) == []
 
 
+def test_an_epoch_of_which_groups_are_replaced_is_said_to_take_more_prompts():
+    epoch, replaces = "trainer.num_epochs=1", "rollout.dynamic_sampling=4"
+    (said,) = notes_on(["1=1", "2=2", "3=3"], None, epoch, replaces)
+    assert said.startswith("trainer.num_epochs=1 is of the prompts that are trained on")
+    assert "data/epoch counts all passes" in said
+    for keys in ((epoch,), (replaces,), (epoch, "rollout.dynamic_sampling=0")):
+        assert notes_on(["1=1", "2=2", "3=3"], None, *keys) == []
+
+
 def rows_of(*texts):
     """Return conversations, or pairs where a text has three parts, as token ids."""
     said = [text.split("=") for text in texts]

@@ -466,9 +466,9 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
     assert first.batch.prompt_index.tolist() == [p for p in (1, 2, 4, 5) for _ in range(G)]
     assert (done.num_taken, done.oldest) == (4, 6)
     assert second.batch.prompt_index.tolist() == [p for p in (7, 8, 10, 11) for _ in range(G)]
-    for sampled, replaced in ((first, [0, 3]), (second, [6, 9])):
+    for sampled, replaced, epoch in ((first, [0, 3], 6 / 16), (second, [6, 9], 12 / 16)):
         rows, scalars = sampled.rollouts.table(1).to_pylist(), sampled.metrics.scalars()
-        assert scalars["rollout/num_replaced"] == 2
+        assert (scalars["rollout/num_replaced"], scalars["data/epoch"]) == (2, epoch)
         assert [row["prompt_index"] for row in rows if row["replaced"]] == [p for p in replaced for _ in range(G)]
         assert scalars["reward/mean"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
         assert scalars["reward/std"] == pytest.approx(statistics.pstdev(row["score"] for row in rows))
@@ -511,6 +511,23 @@ def test_a_run_goes_on_behind_the_prompts_that_were_replaced():
         return (await source.next_batch()).batch.prompt_index.tolist()
 
     assert asyncio.run(second(PromptsDone(4, 6)))[::G] == [7, 8, 10, 11]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"dynamic_sampling": 4}])
+def test_a_run_resumed_anywhere_in_an_epoch_takes_the_prompts_of_one_that_was_never_stopped(sampling):
+    async def steps(done, num):
+        source, found = make_source(FakeMailbox(), grader=some_equal(3), sampling=sampling), []
+        source.done = done
+        for step in range(num):
+            await source.load(step)
+            batch = await source.next_batch()
+            found.append((source.done, source.examples_of(batch.batch)[::G], batch.metrics.scalars()["data/epoch"]))
+        return found
+
+    whole = asyncio.run(steps(PromptsDone(), 6))
+    assert whole[-1][2] > 1.4, "an epoch ends within a step"
+    for step, (done, _, _) in enumerate(whole[:-1], start=1):
+        assert asyncio.run(steps(done, 6 - step)) == whole[step:]
 
 
 def test_what_is_replaced_is_what_the_advantage_finds_no_difference_in():
