@@ -14,10 +14,10 @@ WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 2}')
 demo: .venv/installed
 	$(BIN)/rally train digits
 
-# The package is compiled once, where Python may not write that by itself, for hundreds of processes import it.
+# The package is compiled once, for hundreds of processes import it; and they keep what pytest makes of the tests.
 test: .venv/installed
 	@$(BIN)/python -m compileall -q src
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=15
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=15
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

@@ -1,11 +1,14 @@
 """Settings for every test: algorithms check shapes at each call, hypothesis has no deadline, workers share the files.
 
 With `pytest --numprocesses=N` each worker takes whole files, so that a module's fixtures are made once, and one of them
-takes `tests/cluster`, whose modules share a Ray cluster. Files that take longest are dealt first, and those of the mark
-`lasting_ray` one after another, so that they share one, too.
+takes `tests/cluster`, whose modules share a Ray cluster. Files marked `lasting_ray` are dealt one after another, so
+that they share one, too; of these, and then of the others, the longest come first, as `durations.json` has them. To
+record the durations anew, on a machine with nothing else to do: `make test DURATIONS=tests/durations.json`.
 """
 
+import collections
 import gc
+import json
 import os
 import re
 import signal
@@ -41,16 +44,45 @@ settings.register_profile("rallypoint", deadline=None)
 settings.load_profile("rallypoint")
 
 
-LONGEST = ("tests/cluster/", "tests/distributed/", "tests/unit/test_pretend_device.py", "tests/e2e/")
+DURATIONS = json.loads(Path(__file__).with_name("durations.json").read_text())
+"""Seconds that the parts of `part_of` took, each in one worker of `make test`."""
+UNKNOWN_S = {"tests/e2e": 30.0, "tests/distributed": 30.0}
+"""What is assumed of a new file, by folder; elsewhere it is a second."""
+
+
+def part_of(nodeid):
+    """Return what one worker takes as a whole: a file, all of tests/cluster, or one test of the pretend device."""
+    file = nodeid.partition("::")[0]
+    if file == "tests/unit/test_pretend_device.py":
+        return nodeid
+    return "tests/cluster" if file.startswith("tests/cluster/") else file
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    sharing = {part_of(item.nodeid) for item in items if item.get_closest_marker("lasting_ray") is not None}
+
     def place(item):
-        of_folder = next((at for at, path in enumerate(LONGEST) if item.nodeid.startswith(path)), 99)
-        return of_folder, item.get_closest_marker("lasting_ray") is None
+        part = part_of(item.nodeid)
+        seconds = DURATIONS.get(part, UNKNOWN_S.get(part.rpartition("/")[0], 1.0))
+        return part not in sharing, -seconds, part, item.get_closest_marker("lasting_ray") is None
 
     items.sort(key=place)
+
+
+SECONDS = collections.Counter()
+
+
+def pytest_runtest_logreport(report):
+    SECONDS[part_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Record what every part took, where the run is to be an example for later ones."""
+    into = os.environ.get("DURATIONS")
+    if into and not hasattr(session.config, "workerinput"):
+        seconds = {part: round(took, 1) for part, took in sorted(SECONDS.items()) if took >= 1}
+        Path(into).write_text(json.dumps(seconds, indent=4) + "\n")
 
 
 def pytest_collection_finish():
@@ -103,14 +135,12 @@ def pytest_make_collect_report():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal files, all files of tests/cluster to one worker, and each test of the pretend device by itself."""
+    """Deal parts, see `part_of`, in the order of the tests."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            if nodeid.startswith("tests/unit/test_pretend_device.py"):
-                return nodeid
-            return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+            return part_of(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
