@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import ForkedRally
 from tiny_models import make_tiny_model
 
 from rallypoint import checkpoint
@@ -37,19 +38,25 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-@contextlib.contextmanager
-def serving(
-    *arguments: str, code: str = "", **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    """Yield a server's process, its port, and the lines that it printed when it was ready."""
-    program = ("-c", code) if code else ("-m", "rallypoint.cli.main")
-    process = subprocess.Popen(
-        [sys.executable, *program, "serve", *arguments, "--port", "0"],
+def start(*arguments: str, code: str = "", **environment: str) -> ForkedRally | subprocess.Popen[str]:
+    """Start a server: by the command line, or in a new interpreter by a program of a test's own."""
+    if not code:
+        return ForkedRally(["serve", *arguments, "--port", "0"], **environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
     )
+
+
+@contextlib.contextmanager
+def serving(
+    *arguments: str, code: str = "", **environment: str
+) -> Iterator[tuple[ForkedRally | subprocess.Popen[str], int, list[str]]]:
+    """Yield a server's process, its port, and the lines that it printed when it was ready."""
+    process = start(*arguments, code=code, **environment)
     assert process.stdout is not None
     try:
         lines = [next(process.stdout)]
@@ -58,8 +65,10 @@ def serving(
         lines += [next(process.stdout) for _ in range(3)]
         yield process, int(found.group(1)), lines
     finally:
-        process.kill()
+        if process.poll() is None:
+            process.kill()
         process.wait()
+        process.stdout.close()
 
 
 BREAKS = """

@@ -1,11 +1,12 @@
 """Whole runs on the pretend device: they end with the bits of the same run on the CPU, and nothing else does."""
 
 import contextlib
+import functools
 import shutil
 
 import pytest
 from tiny_models import make_tiny_reward_model
-from tiny_runs import weights_of
+from tiny_runs import Runs, weights_of
 
 from rallypoint.config import load_config
 from rallypoint.cpu.forms import accelerator_forms
@@ -43,52 +44,70 @@ def without_all_scores(pretend):
     assert not pretend.kernels["attention by math"]
 
 
-def check_same(runs, name, *more, only_there=()):
-    """Run on both, and compare all that comes out."""
-    there, here = run_on(runs, "pretend", name, *more, *only_there), run_on(runs, "cpu", name, *more)
-    assert len(steps_of(there)) == NUM_STEPS
-    assert "actor/grad_norm" in steps_of(there)[0]
-    assert steps_of(there) == steps_of(here)
-    assert weights_of(there) == weights_of(here)
-    return there
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """Returns steps and weights of a run on the CPU; several tests compare with the same one."""
+    runs = Runs(tmp_path_factory.mktemp("cpu"))
+
+    @functools.cache
+    def outcome(*more):
+        run = run_on(runs, "cpu", f"run{outcome.cache_info().misses}", *more)
+        return steps_of(run), weights_of(run)
+
+    return outcome
 
 
-def test_ppo_has_the_bits_of_the_cpu(runs, pretend):
-    there = check_same(runs, "ppo")
+@pytest.fixture
+def check_same(runs, on_cpu):
+    """Runs on both, and compares all that comes out."""
+
+    def check(name, *more, only_there=()):
+        there = run_on(runs, "pretend", name, *more, *only_there)
+        steps = steps_of(there)
+        assert len(steps) == NUM_STEPS
+        assert "actor/grad_norm" in steps[0]
+        assert (steps, weights_of(there)) == on_cpu(*more)
+        return there
+
+    return check
+
+
+def test_ppo_has_the_bits_of_the_cpu(check_same, pretend):
+    there = check_same("ppo")
     assert pretend.peak() > 0
     # What the device held at most was measured, and is what the page shows.
     assert max(step["actor/memory_gib"] for step in read_metrics(there.metrics) if "actor/memory_gib" in step) > 0
 
 
-def test_grpo_in_bfloat16_has_the_bits_of_the_cpu(runs):
-    check_same(runs, "half", GRPO, "model.dtype=bfloat16")
+def test_grpo_in_bfloat16_has_the_bits_of_the_cpu(check_same):
+    check_same("half", GRPO, "model.dtype=bfloat16")
 
 
 @pytest.mark.parametrize("activations", ["checkpoint", "offload"])
-def test_what_is_kept_for_the_backward_pass_changes_no_bit(runs, activations):
-    check_same(runs, "kept", GRPO, "model.dtype=bfloat16", only_there=[f"engine.activations={activations}"])
+def test_what_is_kept_for_the_backward_pass_changes_no_bit(check_same, activations):
+    check_same("kept", GRPO, "model.dtype=bfloat16", only_there=[f"engine.activations={activations}"])
 
 
-def test_roles_that_sleep_between_their_turns_have_the_same_bits(runs):
-    check_same(runs, "asleep", only_there=["engine.sleep=true"])
+def test_roles_that_sleep_between_their_turns_have_the_same_bits(check_same):
+    check_same("asleep", only_there=["engine.sleep=true"])
 
 
-def test_a_run_that_is_resumed_ends_with_the_same_bits(runs):
+def test_a_run_that_is_resumed_ends_with_the_same_bits(runs, check_same):
     saves = "checkpoint={every_steps: 1, keep: 99}"
-    whole = check_same(runs, "whole", saves, "engine.max_tokens_per_micro_batch=256", only_there=["engine.sleep=true"])
+    whole = check_same("whole", saves, "engine.max_tokens_per_micro_batch=256", only_there=["engine.sleep=true"])
     wanted, (newest, *_) = weights_of(whole), sorted(whole.checkpoints.iterdir(), reverse=True)
     shutil.rmtree(newest)
     resumed = runs.resume(whole.path.name)
     assert weights_of(resumed) == wanted
 
 
-def test_adapters_have_the_same_bits(runs):
-    check_same(runs, "lora", GRPO, "model.lora={rank: 4, alpha: 8}", only_there=["engine.sleep=true"])
+def test_adapters_have_the_same_bits(check_same):
+    check_same("lora", GRPO, "model.lora={rank: 4, alpha: 8}", only_there=["engine.sleep=true"])
 
 
-def test_a_reward_model_scores_with_the_same_bits(runs, tmp_path):
+def test_a_reward_model_scores_with_the_same_bits(check_same, tmp_path):
     scorer = make_tiny_reward_model(tmp_path / "scorer")
-    check_same(runs, "scored", GRPO, "advantage.token_discount=null", "reward.function=null", f"reward.path={scorer}")
+    check_same("scored", GRPO, "advantage.token_discount=null", "reward.function=null", f"reward.path={scorer}")
 
 
 def test_where_not_all_rows_have_room_in_the_cache_they_wait_and_have_the_same_bits(runs, pretend):
