@@ -60,7 +60,11 @@ class RewardError(RallyError, RuntimeError):
 
 
 class EpisodeError(RallyError, RuntimeError):
-    """An episode raised, or returned what is no rollout of its prompt; prompt, sample and episode are named."""
+    """An episode broke a rule of its client; prompt, sample and the remedy are named."""
+
+
+class EnvironmentFailedError(RallyError, RuntimeError):
+    """What an episode talks to failed: raised by the episode, whose rollout is left out and counted."""
 
 
 class TeacherError(RallyError, RuntimeError):
@@ -149,6 +153,10 @@ class RequestError(RallyError, ValueError):
 
 class GenerationError(RallyError, RuntimeError):
     """An engine that samples has failed or was closed; its requests are lost."""
+
+
+class RowFullError(GenerationError):
+    """A row has no room for a further turn of its rollout."""
 
 
 class EngineError(RallyError, RuntimeError):

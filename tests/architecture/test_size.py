@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-MAX_CODE_LINES = 42_524
+MAX_CODE_LINES = 42_914
 MAX_SINGLE_IMPORTERS = 74
 
 BLANK = {

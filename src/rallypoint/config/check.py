@@ -127,6 +127,7 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
         return
     yield from (Problem(("reward.functions", "reward.models"), problem) for problem in config.reward.problems())
     is_needed = not RECIPES[config.recipe].reads("teacher") or config.teachers.reward_coef > 0
+    is_needed = is_needed and config.rollout.episode is None  # which may return rewards
     if is_needed and not config.reward.all_functions and not config.reward.all_models:
         yield Problem(
             ("reward.function", "reward.path"),

@@ -1,12 +1,12 @@
 """An episode: what happens between a prompt and its rollout. It samples as often as it needs.
 
-Owns: what an environment is given and returns. Must not know: engines, versions, rewards. Most runs have a single turn.
-An environment of several turns samples, looks at the response, and goes on with tokens of its own:
+Owns: what an environment is given and returns. Must not know: engines, versions, reward functions. Most runs have a
+single turn. An environment of several turns samples, looks at the response, and goes on with tokens of its own:
 
-    async def ask_twice(prompt: Prompt, client: Client) -> Trajectory:
-        first = await client.sample(prompt.tokens)
+    async def ask_twice(client: Client, example: Example) -> float:
+        await client.sample(client.prompt)
         second = await client.sample(LOOK_AGAIN)
-        return Trajectory(turns=(first, second))
+        return float(example.ground_truth in client.tokenizer.decode(second.response))
 
 The client remembers the tokens so far, so each turn of a trajectory continues the one before, and training uses exactly
 the tokens that the policy sampled.
@@ -15,7 +15,7 @@ the tokens that the policy sampled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rallypoint.data.dataset import Example
@@ -39,6 +39,11 @@ class Client(Protocol):
     """Samples for one episode."""
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt, with which the first turn begins."""
+        ...
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's, for what the environment reads and says."""
         ...
@@ -47,15 +52,20 @@ class Client(Protocol):
         """Append tokens to everything so far, and sample a response.
 
         Raises:
-            GenerationError: the engine failed on this request, or the row has no room for it. An episode that catches
-                this may return the turns so far; otherwise the rollout is left out and counted.
+            RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
+            GenerationError: the engine failed on this request; likewise.
+            EpisodeError: these are no token ids, or another turn is being sampled.
         """
         ...
 
 
-Episode: TypeAlias = Callable[[Prompt, Client], Awaitable[Trajectory]]
-"""Takes a prompt and returns one rollout of it: turns of its client, from the first on. It may wait for anything; other
-episodes continue meanwhile. An error that it raises ends the run, except GenerationError."""
+Result: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[float]] | Trajectory | None
+"""What an episode returns: its reward, that of each turn, both with other numbers by name, turns of its client, or
+None to have the reward function score it; `sampling/episode_end.py` has the rules."""
+Episode: TypeAlias = Callable[[Prompt, Client], Awaitable[Result]] | Callable[[Client, Example], Awaitable[Result]]
+"""Makes one rollout of a prompt: the turns of its client. It may wait for anything; other episodes continue meanwhile.
+If it raises, takes too long, or returns something else, its rollout is left out and counted. Which arguments it takes
+says the name of the first: `client`, or anything else."""
 
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
@@ -16,9 +16,9 @@ from rallypoint.errors import UserCodeError
 from rallypoint.user_code import UserFunction, is_written_async, own_signature, split, written_signature
 
 if TYPE_CHECKING:
-    from rallypoint.environments.environment import Episode
+    from rallypoint.environments.environment import Client, Episode, Prompt
 
-_EXPECTED = "expected an async function of (prompt, client) that returns a Trajectory"
+_EXPECTED = "expected an async function of (client, example) or (prompt, client)"
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def find_misfit(function: object) -> str | None:
     >>> async def episode(prompt, client): ...
     >>> def plain(prompt, client): ...
     >>> find_misfit(episode), find_misfit(plain)
-    (None, 'expected an async function of (prompt, client) that returns a Trajectory, found plain, which is not async')
+    (None, 'expected an async function of (client, example) or (prompt, client), found plain, which is not async')
     """
     name = name_of(function)
     if not callable(function) or isinstance(function, type):
@@ -75,6 +75,20 @@ def find_misfit(function: object) -> str | None:
 def name_of(function: object) -> str:
     """Return what messages call a function."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def called(episode: Episode, prompt: Prompt, client: Client) -> Awaitable[object]:
+    """Call an episode with what it takes.
+
+    >>> from rallypoint.environments.environment import Prompt
+    >>> async def episode(client, example): ...
+    >>> running = called(episode, Prompt((), "the example"), "the client")
+    >>> running.cr_frame.f_locals, running.close()
+    ({'client': 'the client', 'example': 'the example'}, None)
+    """
+    function = cast("Callable[[object, object], Awaitable[object]]", episode)
+    first = next(iter(own_signature(function).parameters), "")
+    return function(client, prompt.example) if first == "client" else function(prompt, client)
 
 
 def _is_async_object(function: object) -> bool:

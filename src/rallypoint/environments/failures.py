@@ -1,6 +1,6 @@
-"""Rollouts without a score: which they are, how many there may be, and how a person is told.
+"""Rollouts that are left out, as they failed or have no score: which, how many there may be, and how a person is told.
 
-Must not know: how a score comes about.
+Must not know: how a rollout or a score comes about. The fields of a class of failures say what its messages call it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,50 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from rallypoint.environments.outcome import FailureKind
-from rallypoint.errors import RewardError
+from rallypoint.errors import GenerationError, RewardError
+
+RolloutFailureKind: TypeAlias = Literal["timeout", "raised", "environment", "overlong", "malformed", "engine"]
+"""`timeout`: the episode took longer than it may. `raised`: it raised an exception. `environment`: what it talks to
+failed: it raised EnvironmentFailedError or an OSError. `overlong`: its row had no room for a turn, and it did not catch
+the RowFullError. `malformed`: it broke a rule of its client, or returned what is no result. `engine`: the engine failed
+on a turn."""
+ROLLOUT_FAILURE_KINDS: tuple[RolloutFailureKind, ...] = get_args(RolloutFailureKind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFailure:
+    """A rollout that is not there, and why."""
+
+    HAVE: ClassVar[tuple[str, str]] = ("rollout failed", "rollouts failed")
+    WHOSE: ClassVar[str] = "the episode"
+
+    name: str
+    """Name of the example: `train.parquet:17`."""
+    prompt: int
+    """Index of the prompt in the run."""
+    sample: int
+    """Number of the rollout among the G of its prompt."""
+    num_turns: int
+    """Turns that it had."""
+    kind: RolloutFailureKind
+    reason: str
+    """One line."""
+    traceback: str = ""
+    """The episode's own frames; empty where they say nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, sample {self.sample}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardFailure:
     """A rollout that has no score, and why."""
+
+    HAVE: ClassVar[tuple[str, str]] = ("rollout has no score", "rollouts have no score")
+    WHOSE: ClassVar[str] = "the reward function"
 
     name: str
     """Name of the example: `train.parquet:17`."""
@@ -34,8 +70,15 @@ class RewardFailure:
         return f"{self.name}, sample {self.sample_index}: {self.reason}"
 
 
+Failures: TypeAlias = Sequence[RewardFailure] | Sequence[RolloutFailure]
+
+
 class TooManyFailuresError(RewardError):
     """More rollouts have no score than `reward.max_failed` allows."""
+
+
+class TooManyFailedError(GenerationError):
+    """More rollouts failed than `rollout.max_failed` allows."""
 
 
 def most_failures(max_failed: float, num_rows: int) -> int:
@@ -44,39 +87,49 @@ def most_failures(max_failed: float, num_rows: int) -> int:
 
 
 def check_failures(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> None:
-    """Refuse a step of which too many rows failed.
+    """Refuse a step of which too many rows have no score.
 
     Raises:
         TooManyFailuresError: more than may.
     """
     if len(failures) > most_failures(max_failed, num_rows):
-        raise TooManyFailuresError(_advise(failures, num_rows, max_failed))
+        raise TooManyFailuresError(
+            f"of {num_rows} rollouts more than reward.max_failed={max_failed:g} have no score, so the rest says little "
+            "of the policy. Mend what is said below. A response that the function cannot read is usually a wrong one: "
+            "return 0 for it instead of raising. If so many failures are right, raise reward.max_failed.\n"
+            f"{describe_failures(failures)}"
+        )
 
 
-def count_failures(failures: Sequence[RewardFailure]) -> str:
-    """Say how many rollouts have no score, and why, in a few words."""
+def check_failed(failures: Sequence[RolloutFailure], num_rows: int, max_failed: float) -> None:
+    """Refuse a step of which too many rollouts failed, or all.
+
+    Raises:
+        TooManyFailedError: more than may.
+    """
+    if len(failures) > min(most_failures(max_failed, num_rows), num_rows - 1):
+        raise TooManyFailedError(
+            f"of {num_rows} rollouts more failed than rollout.max_failed={max_failed:g} allows, or all, so the rest "
+            "says little of the policy. Mend what is said below. An episode in which the policy did badly returns a "
+            "low reward instead of raising. If so many failures are right, raise rollout.max_failed.\n"
+            f"{describe_failures(failures)}"
+        )
+
+
+def count_failures(failures: Failures) -> str:
+    """Say how many rollouts are left out, and why, in a few words."""
     kinds = Counter(failure.kind for failure in failures)
-    noun = "rollout has" if len(failures) == 1 else "rollouts have"
-    return f"{len(failures)} {noun} no score ({', '.join(f'{kinds[kind]} {kind}' for kind in kinds)})"
+    have = failures[0].HAVE[len(failures) > 1]
+    return f"{len(failures)} {have} ({', '.join(f'{kinds[kind]} {kind}' for kind in kinds)})"
 
 
-def describe_failures(failures: Sequence[RewardFailure], limit: int = 3) -> str:
-    """Say in a few lines which rollouts have no score and why, with the first traceback."""
+def describe_failures(failures: Failures, limit: int = 3) -> str:
+    """Say in a few lines which rollouts are left out and why, with the first traceback."""
     lines = [f"{count_failures(failures)}, the first is {failures[0]}"]
     lines += [f"  - {failure}" for failure in failures[1:limit]]
     if len(failures) > limit:
         lines.append(f"  - and {len(failures) - limit} more")
     first = next((failure for failure in failures if failure.traceback), None)
     if first is not None:
-        lines += [f"the reward function's traceback for {first.name}:", first.traceback]
+        lines += [f"{first.WHOSE}'s traceback for {first.name}:", first.traceback]
     return "\n".join(lines)
-
-
-def _advise(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> str:
-    """Say why a step that has so few scores is not trained on, and what to do."""
-    return (
-        f"of {num_rows} rollouts more than reward.max_failed={max_failed:g} have no score, so the rest says little of "
-        "the policy. Mend what is said below. A response that the function cannot read is usually a wrong one: "
-        "return 0 for it instead of raising. If so many failures are right, raise reward.max_failed.\n"
-        f"{describe_failures(failures)}"
-    )

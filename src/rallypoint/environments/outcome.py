@@ -146,7 +146,7 @@ def call_reward(
         return [raised(error)] * len(calls)
     if wants.scope == "response":
         return [read_result(value, len(calls[0].token_ids), calls[0].ended)]
-    values = _unwrap(value)
+    values = unwrapped(value)
     if not isinstance(values, list | tuple) or len(cast("Sequence[object]", values)) != len(calls):
         found = f"{len(cast('list[object]', values))}" if isinstance(values, list | tuple) else type(values).__name__
         reason = f"expected a list of {len(calls)} results, one for each response, found {found}"
@@ -222,13 +222,13 @@ def _read_result(value: object, num_tokens: int, ended: bool) -> Scores:
             raise _NotAScoreError(
                 f"found the key {taken[0]!r}, but reward/{taken[0]} is a metric of every run; call it something else"
             )
-        numbers = {str(key): _number(entry) for key, entry in entries.items() if key != "score"}
+        numbers = {str(key): as_number(entry) for key, entry in entries.items() if key != "score"}
         extras = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
         predicted = entries.get("pred")
         answer = str(predicted) if isinstance(predicted, str | int | float) else None
     if value is None:
         raise _NotAScoreError(NONE, "not_applicable")
-    value = _unwrap(value)
+    value = unwrapped(value)
     if isinstance(value, list | tuple):
         return Scores(
             _read_list(cast("Sequence[object]", value), num_tokens, ended), extras, feedback=feedback, answer=answer
@@ -271,16 +271,16 @@ class _Array(Protocol):
     def tolist(self) -> object: ...
 
 
-def _unwrap(value: object) -> object:
+def unwrapped(value: object) -> object:
     """Return numpy's and torch's numbers and vectors as Python's own."""
     if isinstance(value, (float, int, str, list, tuple)):  # asking for a protocol takes twenty times as long
         return value
     return value.tolist() if isinstance(value, _Array) and not isinstance(value, type) else value
 
 
-def _number(value: object) -> float | None:
+def as_number(value: object) -> float | None:
     """Return a number of any kind as a float; None for what is no number."""
-    value = _unwrap(value)
+    value = unwrapped(value)
     if not isinstance(value, Real | Decimal):
         return None
     try:
@@ -292,7 +292,7 @@ def _number(value: object) -> float | None:
 
 
 def _read_score(value: object, what: str) -> float:
-    number = _number(value)
+    number = as_number(value)
     if number is None:
         shown = repr(value)[:60] if isinstance(value, str | None) else type(value).__name__
         raise _NotAScoreError(f"{what} is {shown}, expected a number")

@@ -143,22 +143,25 @@ class Scoring:
         self._warn, self._warn_after_s, self._ended = warn, warn_after_s, ended
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._groups: dict[int, ScoredGroup] = {}
-        self._held: list[tuple[int, list[RewardCall]]] = []
+        self._held: list[tuple[int, dict[int, RewardCall]]] = []
         self._calls: dict[Future[Outcome], tuple[int, int]] = {}
         self._is_complete = False
         self._num_failures = 0
 
-    def add(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
+    def add(
+        self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None] = ()
+    ) -> None:
         """Have a group scored.
 
         Args:
             index: place of the group among those of the batch.
             rows: its rollouts.
             examples: the example of each row.
+            own: scores of rows that need no function, None of others; empty if all need it.
         """
         if len(rows) != len(examples):
             raise ValueError(f"{len(rows)} rollouts and {len(examples)} examples: one each is needed")
-        self._events.put(lambda: self._begin(index, rows, examples))
+        self._events.put(lambda: self._begin(index, rows, examples, own or [None] * len(rows)))
 
     def finish(self) -> None:
         """Let `run` return when all groups that were added are scored."""
@@ -190,15 +193,15 @@ class Scoring:
         check_failures(failures, self._num_rows, self._max_failed)
         return groups
 
-    def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example]) -> None:
-        responses = rows.responses()
-        texts = self._decode(responses) if responses else []
-        self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [None] * len(rows))
+    def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None]) -> None:
+        texts = self._decode(responses) if (responses := rows.responses()) else []
+        self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [*own])
         wants = self._grader.wants
-        calls = [
-            _call(rows, row, example, response, text, wants.more, self._token_texts)
+        calls = {
+            row: _call(rows, row, example, response, text, wants.more, self._token_texts)
             for row, (example, response, text) in enumerate(zip(examples, responses, texts, strict=True))
-        ]
+            if own[row] is None
+        }
         self._held.append((index, calls))
         if wants.scope != "batch":
             self._ask()
@@ -206,8 +209,8 @@ class Scoring:
     def _ask(self) -> None:
         """Submit the calls that are held."""
         held, self._held = self._held, []
-        rows = [(index, row) for index, calls in held for row in range(len(calls))]
-        asked = self._grader.submit([call for _, calls in held for call in calls]) if rows else []
+        rows = [(index, row) for index, calls in held for row in calls]
+        asked = self._grader.submit([call for _, calls in held for call in calls.values()]) if rows else []
         for (index, row), call in zip(rows, asked, strict=True):
             if call.done():
                 self._take(self._groups[index], row, call.result())

@@ -100,6 +100,22 @@ TurnSampled: TypeAlias = tuple[int, int, Sequence[tuple[int, int]], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFailed:
+    """A rollout that is left out; a run that repeats this one leaves it out there, too."""
+
+    prompt: int
+    """Index of the prompt in the run, or in the validation."""
+    sample: int
+    validation: int | None
+    """Step after which it was validated; None in training."""
+    num_turns: int
+    """Turns that it had."""
+    why: str
+    """Kind of the failure; see `environments/failures.py`."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupScored:
     """A prompt whose rollouts are all sampled and scored; times are seconds of its start of the run."""
 
@@ -200,6 +216,7 @@ Event: TypeAlias = (
     | Resumed
     | WeightsLoaded
     | SliceSent
+    | RolloutFailed
     | GroupScored
     | GroupDropped
     | BatchTaken

@@ -72,8 +72,8 @@ RULES: tuple[Rule, ...] = (
         name="rollout/failed",
         words="rollouts failing",
         above=(0.0, 0.5),
-        advice="mend rollout.engine: logs/train.log has samples and reasons",
-        reason="an engine answers every request: none is normal; a count of one is past both thresholds",
+        advice="mend rollout.episode, or rollout.engine: logs/train.log has samples and reasons",
+        reason="a failure is a bug in somebody's code: none is normal; a count of one is past both thresholds",
     ),
     Rule(
         name="rollout/logprob_gap_mean",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
-from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.errors import GenerationError, RequestError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
@@ -103,7 +103,7 @@ class RolloutWorker(LeaseHolder):
             done = self._training.sample(until_one_ends=True, num_steps=asked.num_steps)
             done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
             for error in (output.error for output in done.outputs):
-                if error is not None and not isinstance(error, GenerationError):
+                if error is not None and not isinstance(error, GenerationError | RequestError):
                     raise error
             if_it_fails.pop_all()
         if not self._engine.has_work:

@@ -17,11 +17,22 @@ from typing import Any, TypeAlias
 
 from rallypoint.config import RunConfig, shown, values_of
 from rallypoint.errors import RunFolderError, ScheduleError
-from rallypoint.journal import BatchTaken, Event, Resumed, RunBegan, SliceSent, WeightsLoaded, read_journal
+from rallypoint.journal import (
+    BatchTaken,
+    Event,
+    Resumed,
+    RolloutFailed,
+    RunBegan,
+    SliceSent,
+    WeightsLoaded,
+    read_journal,
+)
 from rallypoint.run.folder import anchored
 from rallypoint.run.resume import is_free
 
 Sent: TypeAlias = SliceSent | WeightsLoaded | Resumed
+FailureName: TypeAlias = tuple[int, int, int | None]
+"""A rollout: its prompt, its sample, and the step after which it was validated, None in training."""
 
 _SHARED = ("validation", "data.validation", "trainer.num_steps")
 """Keys that no weights depend on, but calls of the ranks do."""
@@ -84,6 +95,8 @@ class RecordedSchedule:
     """Events of ranks."""
     takes: tuple[tuple[int, ...], ...] = ()
     """Prompts of each step; empty if steps were taken in order."""
+    failed: tuple[Mapping[FailureName, RolloutFailed], ...] = ({},)
+    """Rollouts that failed, from the start and from each `Resumed` on; the engine's own failures are not repeated."""
 
     @property
     def num_ranks(self) -> int:
@@ -110,7 +123,7 @@ class RecordedSchedule:
             raise ScheduleError(f"{named} does not begin with the start of a run, so it cannot be repeated; {expected}")
         has_window = origins[0].config.get("rollout.window", 1) != 1
         takes = tuple(tuple(event.prompts) for event in kept if isinstance(event, BatchTaken)) if has_window else ()
-        return cls(origins, tuple(event for event in kept if isinstance(event, Sent)), takes)
+        return cls(origins, tuple(event for event in kept if isinstance(event, Sent)), takes, tuple(_failed(kept)))
 
     def check(self, path: str, config: RunConfig, num_ranks: int | None = None) -> None:
         """Refuse to repeat it with another config.
@@ -146,11 +159,22 @@ def _kept(events: Iterator[Event]) -> list[Event]:
             case Resumed(version=version) if began is not None:
                 loads = [at for at, one in enumerate(kept) if isinstance(one, WeightsLoaded) and one.version == version]
                 kept = [*(kept[: loads[-1] + 1] if loads else []), began, event]
-            case SliceSent() | WeightsLoaded() | BatchTaken():
+            case SliceSent() | WeightsLoaded() | BatchTaken() | RolloutFailed():
                 kept.append(event)
             case _:
                 pass
     return kept
+
+
+def _failed(kept: Sequence[Event]) -> list[dict[FailureName, RolloutFailed]]:
+    """Return the rollouts that failed, part by part."""
+    found: list[dict[FailureName, RolloutFailed]] = [{}]
+    for event in kept:
+        if isinstance(event, Resumed):
+            found.append({})
+        elif isinstance(event, RolloutFailed) and event.why != "engine":
+            found[-1][event.prompt, event.sample, event.validation] = event
+    return found
 
 
 def _origins(kept: Sequence[Event]) -> Iterator[Origin]:

@@ -70,6 +70,7 @@ _FREE = (
     "rollout.weights",
     "reward.num_processes",
     "reward.max_failed",
+    "rollout.max_failed",
     "reward.max_calls",
     "reward.max_memory_gib",
     "teacher.served",

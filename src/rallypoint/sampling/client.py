@@ -1,33 +1,65 @@
-"""What an episode samples with, and whether what it returns is a rollout of its prompt.
+"""What an episode samples with, and its way from the prompt to its end.
 
 Owns: how a turn continues those before, and the rules of an episode. Must not know: groups, scores, which prompts these
-are.
+are; what an episode may return, or how its time is counted (`episode_end.py`).
 
 A rollout is the turns that the client has returned: they have the tokens that the policy sampled, and training
 recomputes their logprobs in the same context. So an episode may leave out the last turns, but cannot change or skip
 one.
+
+An episode that takes too long is cancelled, and left behind if that does not end it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import inspect
 import operator
+import traceback
+import types
 from collections.abc import Sequence
+from typing import Self, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RolloutConfig
+from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.environments.environment import Episode, Prompt
-from rallypoint.environments.episodes import name_of
-from rallypoint.errors import EpisodeError, GenerationError, RallyError
+from rallypoint.environments.episodes import called
+from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
+from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
 from rallypoint.generation import Request, SamplingParams, as_turn
+from rallypoint.journal import RolloutFailed
+from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import Trajectory, Turn
-from rallypoint.user_code import format_user_traceback
 
 _NEXT_TURN = 2**33
 """Distance of the seeds of two turns of one rollout."""
-_TURNS = "expected Trajectory(turns=(first, second, ...)) with the turns that client.sample returned, from the first on"
+_LEFT_BEHIND: set[asyncio.Task[Trajectory | EpisodeFailed]] = set()
+"""Episodes that were cancelled and have not ended; an event loop alone does not keep them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What all episodes of a run have in common."""
+
+    mailbox: Mailbox
+    """In front of the role that samples."""
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    """Tokens of a row, prompts and responses of all turns together."""
+    limits: Limits = Limits()
+    results: Results = Results()
+
+    @classmethod
+    def of(cls, config: RunConfig, mailbox: Mailbox, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return those of a config."""
+        rollout, schedule = config.rollout, mailbox.schedule
+        limits = Limits(
+            turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
+        )
+        return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config.reward))
 
 
 class EpisodeClient:
@@ -35,95 +67,151 @@ class EpisodeClient:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        terms: Terms,
         params: SamplingParams,
-        prompt: int,
+        prompt: tuple[int, Prompt],
         sample: int,
         *,
         rank: int,
-        max_tokens: int,
-        tokenizer: PreTrainedTokenizerBase,
+        recorded: RolloutFailed | None = None,
     ) -> None:
         """Begin without tokens.
 
         Args:
-            mailbox: in front of the role that samples.
+            terms: of the run.
             params: how turns are drawn; the seed is that of the first one.
-            prompt: index of the prompt in the run.
+            prompt: its index in the run, and what it is.
             sample: which of the rollouts of the prompt this is.
             rank: of the rollout role, which samples all turns.
-            max_tokens: of the row, prompts and responses of all turns together.
-            tokenizer: the model's, for the episode.
+            recorded: how it failed in the run that this one repeats; None if it did not.
         """
-        self.params, self.prompt_index = params, prompt
-        self._mailbox, self._sample, self._rank, self._max_tokens = mailbox, sample, rank, max_tokens
+        self.params, (self.prompt_index, self._prompt) = params, prompt
+        self._terms, self._sample, self._rank, self._recorded = terms, sample, rank, recorded
         self._tokens: tuple[int, ...] = ()
         self._turns: list[Turn] = []
-        self._is_sampling, self._is_full, self._tokenizer = False, False, tokenizer
+        self._is_full = False
+        self._time: OwnTime | None = None
+        """Seconds of the episode; None before it has begun, and once it is over."""
+        self._asking: asyncio.Task[object] | None = None
+        """Whatever part of the episode waits for a response."""
+        self._engine_error: GenerationError | None = None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """See `Client.prompt`."""
+        return self._prompt.tokens
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `Client.tokenizer`."""
-        return self._tokenizer
+        return self._terms.tokenizer
 
-    async def rollout(self, episode: Episode, prompt: Prompt) -> Trajectory | GenerationError:
-        """Return the rollout that an episode makes of a prompt, or why there is none: a failed one is counted."""
-        try:
-            return await self.have(episode, prompt)
-        except GenerationError as error:
-            return error
+    async def rollout(self, episode: Episode) -> Trajectory | RolloutFailure:
+        """Return the rollout that an episode makes of the prompt, or why there is none.
 
-    async def have(self, episode: Episode, prompt: Prompt) -> Trajectory:
-        """Return the rollout that an episode makes of a prompt; truncated, if its row had no room for a further turn.
+        A rollout whose row had no room for a further turn is truncated.
 
         Raises:
-            GenerationError: the engine failed on a turn, or the row has no room for it.
-            EpisodeError: the episode raised, or broke a rule.
+            RallyError: the role that samples has failed, and not on this rollout alone.
         """
+        self._time = time = OwnTime(self._terms.limits)
+        running = asyncio.create_task(self._end_of(episode, time))
         try:
-            found: object = await episode(prompt, self)
-        except RallyError:
-            raise
-        except Exception as error:
-            shown = format_user_traceback(error, skip=lambda file: file == __file__)
-            raise self._broken(f"raised {type(error).__name__}:\n{shown}", episode, prompt) from error
-        if (foul := find_foul(found, self._turns)) is not None:
-            raise self._broken(foul, episode, prompt)
-        assert isinstance(found, Trajectory)
-        if not self._is_full:
+            await _Ending(running, time.is_over)
+            if time.is_over.done():
+                found = dataclasses.replace(time.is_over.result(), traceback=_where(running.get_coro()))
+            elif running.cancelled():
+                found = EpisodeFailed("raised", "the episode raised CancelledError")
+            else:
+                found = running.result()
+        finally:
+            self._time = None
+            time.stop()
+            if self._asking is not None:
+                self._asking.cancel()
+            _leave(running)
+        if isinstance(found, Trajectory):
             return found
-        return Trajectory(turns=(*found.turns[:-1], dataclasses.replace(found.turns[-1], truncated=True)))
+        return RolloutFailure(
+            name=self._prompt.example.name,
+            prompt=self.prompt_index,
+            sample=self._sample,
+            num_turns=len(self._turns),
+            **dataclasses.asdict(found),
+        )
+
+    async def _end_of(self, episode: Episode, time: OwnTime) -> Trajectory | EpisodeFailed:
+        """Run an episode to its end."""
+        await self._repeat(time)
+        try:
+            found = await called(episode, self._prompt, self)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
+            return failure_of(error, is_of_engine=error is self._engine_error)
+        result = self._terms.results.read(found, self._turns)
+        if not self._is_full or isinstance(result, EpisodeFailed):
+            return result
+        return dataclasses.replace(
+            result, turns=(*result.turns[:-1], dataclasses.replace(result.turns[-1], truncated=True))
+        )
+
+    async def _repeat(self, time: OwnTime) -> None:
+        """Fail where the recorded one did, which may have been for want of time, and wait to be cancelled."""
+        if self._recorded is not None and len(self._turns) == self._recorded.num_turns:
+            time.end(EpisodeFailed(cast("RolloutFailureKind", self._recorded.why), self._recorded.reason))
+            await asyncio.get_running_loop().create_future()
 
     async def sample(self, tokens: Sequence[int]) -> Turn:
         """See `Client.sample`."""
-        if self._is_sampling:
+        if (time := self._time) is None:
+            raise EpisodeError(f"{self}: client.sample was called after the end of the episode, or after its deadline")
+        if self._asking is not None:
             raise EpisodeError(
                 f"{self}: client.sample was called while it samples another turn of the same rollout, but a turn "
                 "continues the one before; await it first"
             )
-        added, number = self._checked(tokens), len(self._turns)
-        params, tokens = self.params, self._tokens + added
+        added = self._checked(tokens)
+        request = self._request(self._tokens + added)
+        self._asking = asyncio.current_task()
+        try:
+            with time.paused():
+                turn = as_turn(added, await self._terms.mailbox.sample(request, self._rank))
+        except GenerationError as error:
+            self._engine_error = error
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if not self._is_of_this_rollout(error, request):
+                time.fail(error)
+            raise
+        finally:
+            self._asking = None
+        self._tokens = request.tokens + turn.response  # a failed turn leaves nothing behind: it may be repeated
+        self._turns.append(turn)
+        await self._repeat(time)
+        return turn
+
+    def _request(self, tokens: tuple[int, ...]) -> Request:
+        """Return the request for a turn that begins with all these tokens."""
+        params, number = self.params, len(self._turns)
         if number:
             params = dataclasses.replace(params, seed=params.seed + number * _NEXT_TURN)
-        room = self._max_tokens - len(tokens)
+        most = self._terms.max_tokens
+        room = most - len(tokens)
         self._is_full = room < 1
         if self._is_full:
-            raise GenerationError(
-                f"{self}: turn {number + 1} begins with {len(tokens)} tokens, and a row may have {self._max_tokens}; "
+            raise RowFullError(
+                f"{self}: turn {number + 1} begins with {len(tokens)} tokens, and a row may have {most}; "
                 "raise rollout.max_response_tokens, which all turns of a rollout share with what is added between them"
             )
         if room < params.max_new_tokens:
             least = min(room, params.min_new_tokens)
             params = dataclasses.replace(params, max_new_tokens=room, min_new_tokens=least)
-        request = Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
-        self._is_sampling = True
-        try:
-            turn = as_turn(added, await self._mailbox.sample(request, self._rank))
-        finally:
-            self._is_sampling = False
-        self._tokens = tokens + turn.response  # a turn that failed leaves nothing behind: an episode may repeat it
-        self._turns.append(turn)
-        return turn
+        return Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
+
+    def _is_of_this_rollout(self, error: BaseException, request: Request) -> bool:
+        """Whether what came instead of a response concerns no other rollout."""
+        if isinstance(error, asyncio.CancelledError):  # or the requests of all were given up
+            return bool(self._asking and self._asking.cancelling())
+        return isinstance(error, RequestError) and request.tokens != self.prompt
 
     def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a turn as whole numbers; text, and a tokenizer's output as it is, are refused."""
@@ -135,31 +223,43 @@ class EpisodeClient:
                 "tokenizer.encode(text, add_special_tokens=False)"
             ) from None
 
-    def _broken(self, what: str, episode: Episode, prompt: Prompt) -> EpisodeError:
-        return EpisodeError(f"{self} ({prompt.example.name}): the episode {name_of(episode)} {what}")
-
     def __str__(self) -> str:
         return f"prompt {self.prompt_index} sample {self._sample}"
 
 
-def find_foul(found: object, sampled: Sequence[Turn]) -> str | None:
-    """Say why what an episode returned is no rollout; None if it is one.
+class _Ending(asyncio.Future[None]):
+    """Is there when an episode has ended or is to be ended; whoever stops waiting for it cancels the episode.
 
-    Args:
-        found: what it returned.
-        sampled: the turns that its client has returned.
+    That is at once, as by `asyncio.gather`, so that it asks for nothing after all that was asked for was given up.
     """
-    if not isinstance(found, Trajectory):
-        return f"returned {'nothing' if found is None else type(found).__name__}; {_TURNS}"
-    turns: object = found.turns
-    if not isinstance(turns, tuple | list):
-        return f"returned a Trajectory whose turns are a {type(turns).__name__}; {_TURNS}"
-    if not turns:
-        return f"returned a Trajectory without turns; {_TURNS}"
-    for number, turn in enumerate(turns, start=1):
-        if number > len(sampled) or turn != sampled[number - 1]:
-            return f"returned a Trajectory whose turn {number} is not turn {number} of its client; {_TURNS}"
-    return None
+
+    def __init__(self, running: asyncio.Task[Trajectory | EpisodeFailed], is_over: asyncio.Future[EpisodeFailed]):
+        super().__init__()
+        self._running = running
+        for each in (running, is_over):
+            each.add_done_callback(lambda _: self.done() or self.set_result(None))
+
+    def cancel(self, msg: object = None) -> bool:
+        self._running.cancel()
+        return super().cancel(msg)
+
+
+def _leave(running: asyncio.Task[Trajectory | EpisodeFailed]) -> None:
+    """Cancel an episode that is not over, and wait for it no longer."""
+    _LEFT_BEHIND.add(running)
+    running.add_done_callback(_LEFT_BEHIND.discard)
+    running.cancel()
+
+
+def _where(waiting: object) -> str:
+    """Return the traceback of where a coroutine waits: its own frames, and those of coroutines that it awaits."""
+    frames: list[tuple[types.FrameType, int]] = []
+    while inspect.iscoroutine(waiting) and waiting.cr_frame is not None:
+        if waiting.cr_frame.f_code.co_filename != __file__:
+            frames.append((waiting.cr_frame, waiting.cr_frame.f_lineno))
+        waiting = waiting.cr_await
+    lines = "".join(traceback.StackSummary.extract(frames).format()).rstrip()
+    return f"Traceback (most recent call last):\n{lines}" if lines else ""
 
 
 def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:

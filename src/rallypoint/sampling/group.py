@@ -24,14 +24,16 @@ from rallypoint.algorithms import Advantage
 from rallypoint.config import RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.failures import RolloutFailure, check_failed
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
-from rallypoint.errors import GenerationError, RallyError
+from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.journal import TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.reward import RewardModels
-from rallypoint.sampling.client import EpisodeClient
+from rallypoint.sampling.client import EpisodeClient, Terms
+from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.timekeeper import Timekeeper, Times
 from rallypoint.types import RolloutBatch, Trajectory, assemble
@@ -72,8 +74,10 @@ class Group:
     """The rollouts of one prompt."""
 
     rows: RolloutBatch
-    failures: tuple[GenerationError, ...]
+    failures: tuple[RolloutFailure, ...]
     """Why rollouts are missing."""
+    metrics: tuple[Mapping[str, float], ...] = ()
+    """What the episode of each row counted."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -111,7 +115,12 @@ class AdmittedBatch:
     """Groups that were admitted together, and what scores them."""
 
     scoring: Scoring
+    num_rows: int
+    """Rollouts of which some may fail."""
+    validation: int | None = None
+    """Step after which it is validated; None in training."""
     groups: list[GroupInFlight] = dataclasses.field(default_factory=list[GroupInFlight])
+    failures: list[RolloutFailure] = dataclasses.field(default_factory=list[RolloutFailure])
 
     def close(self) -> None:
         """Give up what is in flight."""
@@ -153,6 +162,7 @@ class InFlight:
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
+        self._terms = Terms.of(config, mailbox, tokenizer)
 
     def admit(self, prompts: Mapping[int, Prompt], params: SamplingParams, num_places: int | None) -> None:
         """Have prompts of training sampled and scored; see `begin`."""
@@ -167,7 +177,12 @@ class InFlight:
             self._mailbox.barrier.look()
 
     def begin(
-        self, prompts: Mapping[int, Prompt], params: SamplingParams, group_size: int, num_places: int | None = None
+        self,
+        prompts: Mapping[int, Prompt],
+        params: SamplingParams,
+        group_size: int,
+        num_places: int | None = None,
+        validation: int | None = None,
     ) -> list[GroupInFlight]:
         """Have prompts sampled, and scored.
 
@@ -176,9 +191,12 @@ class InFlight:
             params: how rollouts are drawn.
             group_size: G, rollouts of each prompt.
             num_places: of a step, if prompts may come one by one at any time: then their ranks follow from their
-                indices, and as many rollouts may fail as of a whole step; None: these prompts are all there are.
+                indices; None: these prompts are all there are.
+            validation: step after which these are validated, and no others; None in training, where as many may fail
+                as of a whole step.
         """
         loop = asyncio.get_running_loop()
+        of_step = 0 if validation is not None else self._config.rollout.num_prompts
 
         def ended(place: int, scored: ScoredGroup) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
@@ -188,25 +206,23 @@ class InFlight:
             self._rewards.grader,
             decode=lambda responses: self._tokenizer.batch_decode(responses, skip_special_tokens=True),
             token_texts=self._token_texts,
-            num_rows=(num_places or len(prompts)) * group_size,
+            num_rows=max(of_step, len(prompts)) * group_size,
             max_failed=self._config.reward.max_failed,
             has_models=bool(self._config.reward.all_models),
             warn=self._watch.say,
             ended=ended,
         )
-        batch = AdmittedBatch(scoring)
+        batch = AdmittedBatch(scoring, max(of_step, len(prompts)) * group_size, validation)
         loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.end_if_it_failed)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
             times = Times(admitted=self._watch.times.now())
-            most = self._config.max_row_tokens
+            recorded = [self._mailbox.schedule.failure_of(index, sample, validation) for sample in range(group_size)]
             clients = [
-                EpisodeClient(
-                    self._mailbox, params, index, number, rank=rank, max_tokens=most, tokenizer=self._tokenizer
-                )
-                for number in range(group_size)
+                EpisodeClient(self._terms, params, (index, prompt), sample, rank=rank, recorded=failure)
+                for sample, failure in enumerate(recorded)
             ]
-            sampled = asyncio.create_task(self._sample(place, prompt, clients, times, scoring))
+            sampled = asyncio.create_task(self._sample(place, prompt, clients, times, batch))
             sampled.add_done_callback(self.end_if_it_failed)
             group = GroupInFlight(index, prompt.example.name, rank, batch, sampled, loop.create_future(), times)
             batch.groups.append(group)
@@ -221,10 +237,10 @@ class InFlight:
             self.scored.put_nowait(group)
 
     async def _sample(
-        self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, scoring: Scoring
+        self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, batch: AdmittedBatch
     ) -> Group:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
-        episodes = [asyncio.create_task(client.rollout(self._episode, prompt)) for client in clients]
+        episodes = [asyncio.create_task(client.rollout(self._episode)) for client in clients]
         try:
             found = await asyncio.gather(*episodes)
         finally:
@@ -232,6 +248,11 @@ class InFlight:
                 episode.cancel()
         params, index = clients[0].params, clients[0].prompt_index
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
+        failures = [one for one in found if isinstance(one, RolloutFailure)]
+        for failure in failures:
+            self._watch.times.failed(failure, batch.validation)
+        batch.failures += failures
+        check_failed(batch.failures, batch.num_rows, self._config.rollout.max_failed)
         rows = assemble(
             list(kept.values()),
             prompt_index=index,
@@ -241,8 +262,8 @@ class InFlight:
         )
         times.sampled = self._watch.times.now()
         times.turns = tuple(_turns_of(kept))
-        scoring.add(place, rows, [prompt.example] * len(rows))
-        return Group(rows, tuple(one for one in found if isinstance(one, GenerationError)))
+        batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())])
+        return Group(rows, tuple(failures), tuple(one.metrics for one in kept.values()))
 
     def hurry(self) -> None:
         """From now on give the reward function only a few seconds, because the run is ending."""

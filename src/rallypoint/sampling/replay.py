@@ -24,9 +24,9 @@ from typing import TypeAlias
 from rallypoint.config import RunConfig
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.journal import Event, Journal, Resumed, SliceSent, WeightsLoaded
+from rallypoint.journal import Event, Journal, Resumed, RolloutFailed, SliceSent, WeightsLoaded
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
-from rallypoint.run.recorded_schedule import Origin, RecordedSchedule, listed
+from rallypoint.run.recorded_schedule import FailureName, Origin, RecordedSchedule, listed
 from rallypoint.sampling.groups import PromptsDone
 
 Name: TypeAlias = tuple[int, int, int]
@@ -152,6 +152,7 @@ class Replay:
         """
         self._events = collections.deque(recorded.events)
         self._takes = collections.deque(recorded.takes)
+        self._failed = collections.deque(recorded.failed)
         self._seed, self._timeout_s, self._patience_s, self._journal = seed, timeout_s, patience_s, journal
         self._arrived: list[dict[Name, tuple[int, Request]]] = [{} for _ in range(recorded.num_ranks)]
         self._cancelled: list[list[int]] = [[] for _ in range(recorded.num_ranks)]
@@ -166,7 +167,7 @@ class Replay:
         self._arrived[rank] |= {name_of(request, self._seed): (number, request) for number, request in asked.new}
         self._cancelled[rank] += asked.cancelled
         names, num_steps = list(self._arrived[rank]), None
-        if not self._is_free:
+        if not self.is_free:
             event = self._next_of(rank)
             names, num_steps = ([], None) if event is None else (unpack(event.new), event.num_steps)
             missing = [name for name in names if name not in self._arrived[rank]]
@@ -198,16 +199,16 @@ class Replay:
 
     async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Load weights when the schedule says so."""
-        while not self._is_free and isinstance(self._events[0], SliceSent):
+        while not self.is_free and isinstance(self._events[0], SliceSent):
             await self._change("requests that end before")
-        expected = None if self._is_free else self._events[0]
+        expected = None if self.is_free else self._events[0]
         if expected is not None and not isinstance(expected, SliceSent) and expected.version != version:
             raise ScheduleError(
                 f"rollout.schedule has weights of version {expected.version} next, but version {version} is "
                 "published: it is not the schedule of a run with this config"
             )
         await load()
-        if not self._is_free:
+        if not self.is_free:
             self._events.popleft()
             if not self._events:
                 self._journal.say("rollout.schedule ends here; from now on rollouts are sampled as they come")
@@ -234,14 +235,20 @@ class Replay:
         """
         resumed = self._events.popleft()
         assert isinstance(resumed, Resumed), "see resumes_after"
+        self._failed.popleft()
         if self._events and isinstance(self._events[0], WeightsLoaded):
             self._events.popleft()
         for each in (*self._arrived, *self._cancelled):
             each.clear()
         return PromptsDone.read(resumed.done)
 
+    def failure_of(self, name: FailureName) -> RolloutFailed | None:
+        """Return how a rollout failed; None if it did not."""
+        return None if self.is_free else self._failed[0].get(name)
+
     @property
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
+        """Whether nothing of it is left that this start is to repeat."""
         return not self._events or isinstance(self._events[0], Resumed)
 
     async def _change(self, awaited: str) -> None:
@@ -312,6 +319,15 @@ class Schedule:
             await (load() if self.recorder is None else self.recorder.load(version, load))
 
         await (record() if self.replay is None else self.replay.load(version, record))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether what happens does so by itself, and not because it is repeated."""
+        return self.replay is None or self.replay.is_free
+
+    def failure_of(self, prompt: int, sample: int, validation: int | None) -> RolloutFailed | None:
+        """Return how a rollout failed that is repeated now; None if it did not, or is not."""
+        return None if self.replay is None else self.replay.failure_of((prompt, sample, validation))
 
     def next_take(self) -> tuple[int, ...] | None:
         """Return the prompts of the next step, if it is known."""

@@ -6,12 +6,16 @@ Owns: the metrics of rollouts. Must not know: how they were sampled, or why thes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.data import Example, special_ids
+from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
 from rallypoint.environments.scoring import Scored
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum, merge
@@ -73,7 +77,7 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
     Args:
         batch: all that were sampled.
         scored: those that have a score.
-        num_failed: rollouts that the engine has failed on.
+        num_failed: rollouts that are left out, as they failed.
         is_shown: by token id, whether a response shows it or ends with it; ids beyond are shown by nothing. [V].
     """
     scores = scored.batch.scores
@@ -98,6 +102,16 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
             "rollout/hidden_tokens": Mean(float(hidden), num_tokens),
         }
     )
+
+
+def measure_episodes(metrics: Iterable[Mapping[str, float]], failures: Sequence[RolloutFailure]) -> Metrics:
+    """Return the means of what episodes counted, each of those that have it, and how many failed in which way."""
+    counted: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(each.items() for each in metrics):
+        counted.setdefault(name, []).append(value)
+    kinds = Counter(failure.kind for failure in failures)
+    means = {f"episode/{name}": Mean(math.fsum(values), len(values)) for name, values in counted.items()}
+    return Metrics({**means, **{f"rollout/failed_{kind}": Sum(kinds[kind]) for kind in ROLLOUT_FAILURE_KINDS}})
 
 
 def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:

@@ -25,10 +25,10 @@ from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
-from rallypoint.environments.environment import Episode, Prompt
-from rallypoint.environments.failures import describe_failures
+from rallypoint.environments.environment import Episode, Prompt, single_turn
+from rallypoint.environments.failures import check_failed, describe_failures
 from rallypoint.environments.scoring import ModelScores, combine
-from rallypoint.errors import DataError, GenerationError, RewardError, ScheduleError, StalenessError
+from rallypoint.errors import DataError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
@@ -36,7 +36,7 @@ from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.sampled import Sampled, measure, measure_sources, shown_tokens
+from rallypoint.sampling.sampled import Sampled, measure, measure_episodes, measure_sources, shown_tokens
 from rallypoint.types import Last, Mean, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
@@ -87,7 +87,7 @@ class RolloutSource:
         """Groups that were dropped, and that no step has counted yet."""
         self._is_complete = asyncio.Event()
         """Set when another group is complete."""
-        self._penalty = _penalty_of(config)
+        self._penalty, self._has_episode = _penalty_of(config), episode is not single_turn
         self._stream = _stream_of(config, prompts.train)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
         self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
@@ -157,7 +157,7 @@ class RolloutSource:
 
         Raises:
             RewardError: more of them than reward.max_failed could not be scored, or none could.
-            GenerationError: all rollouts have failed.
+            GenerationError: more rollouts than rollout.max_failed have failed, or all have.
             StalenessError: a rollout was sampled from weights that are too old, or no weights were loaded since the
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
@@ -202,7 +202,8 @@ class RolloutSource:
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        groups = self._in_flight.begin(prompts, params, self._config.validation.num_samples)
+        step = self.num_admitted // self._config.rollout.num_prompts
+        groups = self._in_flight.begin(prompts, params, self._config.validation.num_samples, validation=step)
         sampled = await self._batch_of(groups)
         self.validated = sampled.rollouts
         return sampled
@@ -331,10 +332,10 @@ class RolloutSource:
             with span("rollout"):
                 sampled = await self._in_flight.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
                 failures = [failure for group in sampled for failure in group.failures]
-                if not any(len(group.rows) for group in sampled):
-                    raise GenerationError(f"all {len(failures)} rollouts failed; the first one: {failures[0]}")
+                num_rollouts = len(failures) + sum(len(group.rows) for group in sampled)
+                check_failed(failures, num_rollouts, self._config.rollout.max_failed)
             if failures:
-                self._watch.say(f"{len(failures)} rollouts failed and are left out; the first one: {failures[0]}")
+                self._watch.say(f"left out: {describe_failures(failures)}")
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in sampled])
                 # The whole batch at once, not group by group: the last bits of a score depend on which rows are
@@ -355,9 +356,11 @@ class RolloutSource:
             scored = combine(scored_groups)
         rollouts = StepRollouts.of(rows, scored, scored_groups, {group.index for group in replaced})
         measured = measure(rows, scored, num_failed=len(failures), is_shown=self._is_shown)
+        if self._has_episode:
+            counted = [each for group in (*groups, *replaced) for each in group.sampled.result().metrics]
+            measured = merge(measured, measure_episodes(counted, failures))
         if self._config.rollout.dynamic_sampling:
-            kept = Mean(float(batch.scores.sum()), len(batch))
-            measured = merge(measured, Metrics({"reward/kept_mean": kept}))
+            measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
         if 1 < len(self._prompts.train.sources) <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
         return Sampled(batch, merge(measured, scored.metrics), rollouts)

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, TurnSampled
+from rallypoint.environments.failures import RolloutFailure
+from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, RolloutFailed, TurnSampled
 from rallypoint.types import Mean, Metrics
 
 _MUCH_SLOWER = 10.0
@@ -99,6 +100,18 @@ class Timekeeper:
     def dropped(self, prompt: int, why: str) -> None:
         """Take note that no step will have a group."""
         self._journal.append(GroupDropped(prompt=prompt, why=why))
+
+    def failed(self, failure: RolloutFailure, validation: int | None) -> None:
+        """Take note that a rollout is left out, of training or of the validation after a step."""
+        failed = RolloutFailed(
+            prompt=failure.prompt,
+            sample=failure.sample,
+            validation=validation,
+            num_turns=failure.num_turns,
+            why=failure.kind,
+            reason=failure.reason,
+        )
+        self._journal.append(failed)
 
     def _since(self, time: float | None) -> float:
         """Return the seconds from the start of the run to a time."""

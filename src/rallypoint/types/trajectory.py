@@ -14,7 +14,7 @@ A worked example: the prompt 5 6 was answered with 7, the environment added 8 9,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -48,6 +48,10 @@ class Trajectory:
     """One rollout: at least one turn."""
 
     turns: tuple[Turn, ...]
+    rewards: tuple[float, ...] | None = None
+    """The reward of each turn; None: the reward function scores the rollout."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """What else the episode counted, by name."""
 
 
 def assemble(

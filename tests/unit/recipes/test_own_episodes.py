@@ -47,7 +47,7 @@ def here(tmp_path, monkeypatch):
         ("rollout.episode=episodes.py", "did you mean|'episodes.py:episode'"),
         ("rollout.episode=episode.py:good", "episode.py does not exist .*did you mean 'episodes.py'"),
         ("rollout.episode=episodes.py:god", "rollout.episode='episodes.py:god': .*good"),
-        ("rollout.episode=episodes.py:short", r"expected an async function of \(prompt, client\).* takes \(prompt\)"),
+        ("rollout.episode=episodes.py:short", r"expected an async function of \(client, example\).* takes \(prompt\)"),
         ("rollout.episode=episodes.py:plain", "expected an async function .*found plain, which is not async"),
         ("rollout.episode='@good'", "give it again, with .*episode=good"),
         (f"{GOOD} rollout.over_sampling=99", "rollout.over_sampling=99 does not go with the episode episodes.py:good"),

@@ -1,17 +1,29 @@
-"""What an episode samples with, and what becomes of one that breaks the rules."""
+"""What an episode samples with, what it may return, and what becomes of one that fails."""
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from rallypoint.data import Example
 from rallypoint.environments.environment import Prompt
-from rallypoint.errors import EpisodeError, GenerationError
+from rallypoint.environments.failures import RolloutFailure
+from rallypoint.errors import (
+    EnvironmentFailedError,
+    EpisodeError,
+    GenerationError,
+    RallyError,
+    RequestError,
+    RowFullError,
+)
 from rallypoint.generation import Output, SamplingParams
-from rallypoint.sampling.client import EpisodeClient
+from rallypoint.journal import RolloutFailed
+from rallypoint.sampling.client import EpisodeClient, Terms
+from rallypoint.sampling.episode_end import Limits, Results
 from rallypoint.types import Trajectory
 
 EXAMPLE = Example("rows.jsonl:3", data_source="rows", prompt=(), ability="", ground_truth="", extra_info={})
@@ -20,25 +32,47 @@ TOKENIZER = object()
 
 
 class FakeMailbox:
-    """Answers every request with its number of tokens."""
+    """Answers every request with its number of tokens, after a while, or with an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *errors: BaseException, seconds: float = 0) -> None:
         self.asked: list[Any] = []
+        self._errors, self._seconds = list(errors), seconds
+        self.num_cancelled = 0
 
     async def sample(self, request, rank):
         self.asked.append(request)
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(self._seconds)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if self._errors:
+            raise self._errors.pop(0)
         output = {"tokens": (len(request.tokens),), "logprobs": (-1.0,), "sampled_logprobs": (-1.0,), "version": 0}
         return [Output(request_id=0, finish_reason="stop", **output)]
 
 
-def have(episode, *, max_tokens: int = 12):
-    mailbox = FakeMailbox()
-    params = SamplingParams(max_new_tokens=5)
-    client = EpisodeClient(
-        cast("Any", mailbox), params, 7, 1, rank=0, max_tokens=max_tokens, tokenizer=cast("Any", TOKENIZER)
-    )
-    return asyncio.run(client.have(episode, PROMPT)), mailbox.asked
+def end_of(episode, *, mailbox: FakeMailbox | None = None, max_tokens: int = 12, recorded=None, **terms):
+    """Return what an episode came to."""
+
+    async def main():
+        all_terms = Terms(cast("Any", mailbox or FakeMailbox()), cast("Any", TOKENIZER), max_tokens, **terms)
+        client = EpisodeClient(all_terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0, recorded=recorded)
+        return await client.rollout(episode)
+
+    return asyncio.run(main())
+
+
+def have(episode, **options) -> Trajectory:
+    found = end_of(episode, **options)
+    assert isinstance(found, Trajectory), found
+    return found
+
+
+def failed(episode, **options) -> RolloutFailure:
+    found = end_of(episode, **options)
+    assert isinstance(found, RolloutFailure), found
+    return found
 
 
 async def first_of_two(prompt, client):
@@ -55,7 +89,20 @@ async def nothing(prompt, client):
     await client.sample(prompt.tokens)
 
 
+async def silent(client, example):
+    pass
+
+
+def returning(result):
+    async def returns(client, example):
+        await client.sample(client.prompt)
+        return result
+
+    return returns
+
+
 async def text(prompt, client):
+    await client.sample(prompt.tokens)
     return "an answer"
 
 
@@ -90,27 +137,15 @@ async def says_text(prompt, client):
     return Trajectory(turns=(await client.sample("look again"),))
 
 
-async def divides(prompt, client):
-    return 1 / 0
-
-
 async def fills(prompt, client):
     return Trajectory(turns=(await client.sample((*prompt.tokens, *range(10))),))
-
-
-async def gives_up(prompt, client):
-    raise GenerationError("the tool has no answer")
-
-
-def plain(prompt, client):
-    return Trajectory(turns=())
 
 
 @pytest.mark.parametrize(
     ("episode", "told"),
     [
-        (nothing, "the episode nothing returned nothing; expected Trajectory"),
-        (text, "the episode text returned str; expected Trajectory"),
+        (silent, "ended without a response: it has to await client.sample at least once"),
+        (text, "returned str; expected a reward, a list with a reward for each turn, a dict of numbers such as"),
         (no_turns, "returned a Trajectory without turns"),
         (one_turn, "returned a Trajectory whose turns are a Turn; expected Trajectory"),
         (skips, "whose turn 1 is not turn 1 of its client"),
@@ -118,40 +153,211 @@ def plain(prompt, client):
         (twice, "whose turn 2 is not turn 2 of its client"),
         (side_by_side, "client.sample was called while it samples another turn"),
         (says_text, "client.sample was called with str, expected token ids"),
-        (divides, r"the episode divides raised ZeroDivisionError:\n(.*\n)*.*return 1 / 0"),
-        (plain, "the episode plain raised TypeError"),
+        (returning([1.0, 2.0]), "returned 2 rewards for 1 turns; expected one for each"),
+        (returning([None]), "returned a list of rewards with a NoneType; expected a reward"),
+        (returning(float("nan")), "returned the reward nan; expected a reward"),
+        (returning(1e20), "returned a reward that is 1e"),
+        (returning({"score": 1.0}), "returned a dict with 'score', expected 'reward'"),
+        (returning({"reward": 1.0, "moves": "7"}), "returned a dict with str under 'moves'; expected a reward"),
+        (returning((1.0, "x")), "returned a list of rewards with a str"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_an_episode_that_breaks_a_rule_is_named_with_its_prompt_and_sample(episode, told):
-    with pytest.raises(EpisodeError, match=rf"prompt 7 sample 1.*{told}") as caught:
-        have(episode)
-    if episode not in (side_by_side, says_text):
-        assert "(rows.jsonl:3)" in str(caught.value)
+def test_an_episode_that_breaks_a_rule_is_malformed_and_told_what_is_expected(episode, told):
+    found = failed(episode)
+    assert (found.kind, found.prompt, found.sample) == ("malformed", 7, 1)
+    assert told in found.reason
+    assert str(found).startswith("rows.jsonl:3, sample 1: ")
+
+
+@pytest.mark.parametrize(
+    ("result", "rewards", "metrics"),
+    [
+        (0.5, (0.0, 0.5), {}),
+        (True, (0.0, 1.0), {}),
+        (torch.tensor(0.5), (0.0, 0.5), {}),
+        ([0.25, 1], (0.25, 1.0), {}),
+        (np.array([0.25, 1.0]), (0.25, 1.0), {}),
+        ({"reward": 2, "moves": 7}, (0.0, 2.0), {"moves": 7.0}),
+        ({"reward": (1, 2), "moves": np.float32(0.5), "lost": float("nan")}, (1.0, 2.0), {"moves": 0.5}),
+        ({"moves": 7}, None, {"moves": 7.0}),
+        (None, None, {}),
+    ],
+)
+@pytest.mark.parametrize("form", ["client, example", "prompt, client"])
+def test_an_episode_returns_a_reward_or_rewards_by_turn_or_metrics_or_leaves_it_to_the_reward_function(
+    result, rewards, metrics, form
+):
+    async def two_turns(client):
+        await client.sample(client.prompt)
+        await client.sample((8,))
+        return result
+
+    async def of_example(client, example):
+        assert example is EXAMPLE
+        return await two_turns(client)
+
+    async def of_prompt(prompt, client):
+        assert prompt is PROMPT
+        return await two_turns(client)
+
+    found = have(of_example if form == "client, example" else of_prompt)
+    assert (len(found.turns), found.rewards, found.metrics) == (2, rewards, metrics)
+
+
+def test_a_trajectory_may_have_rewards_for_its_turns():
+    async def first_alone(client, example):
+        first = await client.sample(client.prompt)
+        await client.sample((8,))
+        return Trajectory(turns=(first,), rewards=(0.5,), metrics={"moves": 1})
+
+    found = have(first_alone)
+    assert (len(found.turns), found.rewards, found.metrics) == (1, (0.5,), {"moves": 1.0})
+
+
+def test_who_gives_the_reward_is_one_and_it_is_there():
+    nobody, several = Results(has_reward=False), Results(has_functions=True)
+    assert "returned no reward, and reward.function=null scores nothing" in failed(nothing, results=nobody).reason
+    assert "which is none of reward.functions; return None" in failed(returning(1.0), results=several).reason
+    assert have(returning(1.0), results=nobody).rewards == (1.0,)
+    assert have(nothing, results=several).rewards is None
 
 
 def test_a_rollout_may_leave_out_its_last_turns():
-    found, asked = have(first_of_two)
+    mailbox = FakeMailbox()
+    found = have(first_of_two, mailbox=mailbox)
     assert [turn.response for turn in found.turns] == [(2,)]
-    assert [request.tokens for request in asked] == [(5, 6), (5, 6, 2, 8)]
+    assert [request.tokens for request in mailbox.asked] == [(5, 6), (5, 6, 2, 8)]
 
 
 def test_tokens_may_come_as_a_tensor_and_are_kept_as_numbers():
-    found, _ = have(in_tensors)
+    found = have(in_tensors)
     assert found.turns[0].prompt == (5, 6)
     assert set(map(type, found.turns[0].prompt)) == {int}
 
 
-def test_a_first_turn_that_adds_to_the_prompt_ends_at_the_limit_of_the_row_and_without_room_it_fails():
-    _, asked = have(fills, max_tokens=14)
-    assert [request.params.max_new_tokens for request in asked] == [2]
-    with pytest.raises(GenerationError, match="turn 1 begins with 12 tokens, and a row may have 12; raise"):
-        have(fills)
+def test_a_first_turn_that_adds_to_the_prompt_ends_at_the_limit_of_the_row_and_without_room_it_is_overlong():
+    mailbox = FakeMailbox()
+    have(fills, mailbox=mailbox, max_tokens=14)
+    assert [request.params.max_new_tokens for request in mailbox.asked] == [2]
+    found = failed(fills)
+    assert found.kind == "overlong"
+    assert "turn 1 begins with 12 tokens, and a row may have 12; raise" in found.reason
 
 
-def test_an_episode_gives_a_rollout_up_with_a_generation_error():
-    with pytest.raises(GenerationError, match="the tool has no answer"):
-        have(gives_up)
+def raising(error):
+    async def raises(client, example):
+        await client.sample(client.prompt)
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (ZeroDivisionError("by zero\nand more"), "raised", "the episode raised ZeroDivisionError: by zero"),
+        (SystemExit(3), "raised", "the episode raised SystemExit: 3"),
+        (asyncio.CancelledError(), "raised", "the episode raised CancelledError"),
+        (TimeoutError("the tool"), "environment", "the episode raised TimeoutError: the tool"),
+        (ConnectionResetError("gone"), "environment", "the episode raised ConnectionResetError: gone"),
+        (EnvironmentFailedError("no board"), "environment", "the episode raised EnvironmentFailedError: no board"),
+        (GenerationError("no answer"), "environment", "the episode raised GenerationError: no answer"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_what_an_episode_raises_is_counted_with_its_traceback(error, kind, told):
+    found = failed(raising(error))
+    assert (found.kind, found.reason, found.num_turns) == (kind, told, 1)
+    assert ("in raises\n    raise error" in found.traceback) == (not isinstance(error, asyncio.CancelledError))
+
+
+def test_an_engine_that_fails_on_a_turn_is_told_apart_also_from_tokens_that_no_model_has():
+    assert failed(nothing, mailbox=FakeMailbox(GenerationError("nonsense"))).kind == "engine"
+
+    async def adds(client, example):
+        await client.sample((*client.prompt, 10**9))
+
+    assert failed(adds, mailbox=FakeMailbox(RequestError("token 2"))).kind == "malformed"
+
+
+@pytest.mark.parametrize("error", [RallyError("a rank died"), RequestError("the prompt"), asyncio.CancelledError()])
+def test_what_concerns_all_rollouts_is_raised_also_if_the_episode_hides_it(error):
+    async def hides(client, example):
+        try:
+            await client.sample(client.prompt)
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001
+            return 0.0
+
+    with pytest.raises(type(error)):
+        end_of(hides, mailbox=FakeMailbox(error))
+
+
+async def hangs(client, example):
+    await client.sample(client.prompt)
+    await waits_for_its_tool()
+
+
+async def waits_for_its_tool():
+    await asyncio.Event().wait()
+
+
+async def hangs_on(client, example):
+    await client.sample(client.prompt)
+    while True:
+        try:
+            await waits_for_its_tool()
+        except asyncio.CancelledError:  # a habit of some libraries
+            with contextlib.suppress(EpisodeError):
+                await client.sample((8,))
+            if client.is_test_over:
+                raise
+
+
+def test_an_episode_that_hangs_costs_its_deadline_and_shows_where_it_waits():
+    for limits, key in (({"turn_s": 0.05}, "turn"), ({"episode_s": 0.05, "turn_s": 9}, "episode")):
+        found = failed(hangs, limits=Limits(**limits))
+        assert (found.kind, found.num_turns) == ("timeout", 1)
+        assert f"took more than rollout.{key}_timeout_s=0.05 s" in found.reason
+        assert "in waits_for_its_tool\n    await asyncio.Event().wait()" in found.traceback
+        assert "/sampling/client.py" not in found.traceback
+
+
+def test_an_episode_that_swallows_its_cancellation_is_left_behind_and_samples_no_more():
+    mailbox = FakeMailbox()
+
+    async def main():
+        terms = Terms(cast("Any", mailbox), cast("Any", TOKENIZER), 12, Limits(turn_s=0.05))
+        client = cast("Any", EpisodeClient(terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0))
+        client.is_test_over = False
+        found = await client.rollout(hangs_on)
+        await asyncio.sleep(0)
+        client.is_test_over = True
+        return found
+
+    found = asyncio.run(main())
+    assert found.kind == "timeout"
+    assert len(mailbox.asked) == 1
+
+
+def test_the_time_in_which_a_response_is_sampled_does_not_count():
+    mailbox = FakeMailbox(seconds=0.2)
+    assert have(first_of_two, mailbox=mailbox, limits=Limits(turn_s=0.1, episode_s=0.15))
+
+
+def test_a_response_that_nobody_waits_for_any_more_is_given_up():
+    mailbox = FakeMailbox(seconds=30)
+    assert failed(side_by_side, mailbox=mailbox).kind == "malformed"
+    assert mailbox.num_cancelled == 1
+
+
+def test_a_recorded_failure_is_repeated_where_it_was_and_no_deadline_is_kept_beside_it():
+    recorded = RolloutFailed(prompt=7, sample=1, validation=None, num_turns=1, why="timeout", reason="it hung")
+    mailbox = FakeMailbox()
+    found = failed(first_of_two, mailbox=mailbox, recorded=recorded, limits=Limits(turn_s=1e-9, hold=lambda: False))
+    assert (found.kind, found.reason, found.num_turns) == ("timeout", "it hung", 1)
+    assert len(mailbox.asked) == 1
+    assert have(first_of_two, limits=Limits(turn_s=1e-9, hold=lambda: False))
 
 
 async def until_full(prompt, client):
@@ -159,7 +365,7 @@ async def until_full(prompt, client):
     try:
         while True:
             turns.append(await client.sample((8, 9)))
-    except GenerationError:
+    except RowFullError:
         return Trajectory(turns=tuple(turns))
 
 
@@ -186,5 +392,5 @@ async def too_much_then_less(prompt, client):
     ],
 )
 def test_an_episode_that_ends_for_want_of_room_is_truncated(episode, truncated):
-    trajectory, _ = have(episode)
+    trajectory = have(episode)
     assert [turn.truncated for turn in trajectory.turns] == truncated

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import ADVANTAGES
@@ -21,7 +22,7 @@ from rallypoint.config import load_config
 from rallypoint.config.sections.material import OverlongConfig
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.environment import single_turn
-from rallypoint.environments.failures import TooManyFailuresError
+from rallypoint.environments.failures import TooManyFailedError, TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
@@ -89,6 +90,9 @@ class FakeTokenizer:
 
     def get_vocab(self):
         return {str(token): token for token in range(100)}
+
+    def decode(self, row, skip_special_tokens=False):
+        return " ".join(map(str, row))
 
     def batch_decode(self, rows, skip_special_tokens):
         return [" ".join(map(str, row)) for row in rows]
@@ -173,7 +177,7 @@ async def goes_on(prompt, client):
 def test_a_turn_without_room_in_its_row_fails_that_rollout_and_not_the_run():
     async def main():
         mailbox = FakeMailbox()
-        with pytest.raises(GenerationError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
+        with pytest.raises(TooManyFailedError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
             await make_source(mailbox, episode=goes_on).next_batch()
         return [request.params.max_new_tokens for p, s, _, request in mailbox.asked if (p, s) == (0, 0)]
 
@@ -185,7 +189,7 @@ async def tries_twice(prompt, client):
     try:
         return Trajectory(turns=(await client.sample(prompt.tokens),))
     except GenerationError:
-        client._mailbox.failing = set()
+        client._terms.mailbox.failing = set()
         return Trajectory(turns=(await client.sample(prompt.tokens),))
 
 
@@ -236,6 +240,83 @@ def test_a_rollout_that_fails_is_left_out_and_counted():
     sampled = asyncio.run(main())
     assert sampled.metrics.scalars()["rollout/failed"] == 3
     assert sampled.batch.prompt_index.tolist() == [0, 0, 1, 3, 3]
+
+
+WAYS = ("timeout", "raised", "environment", "overlong", "malformed")
+
+
+async def fails_in_five_ways(client, example):
+    """Fail in three samples of ten, each time in another way."""
+    first = await client.sample(client.prompt)
+    prompt, sample = first.response[0] - 10, first.response[1] - 20
+    match WAYS[(3 * prompt + sample) % 5] if sample in (1, 4, 8) else None:
+        case None:
+            return {"reward": prompt + sample / 2, "moves": 1}
+        case "timeout":
+            await asyncio.Event().wait()
+        case "raised":
+            raise LookupError(f"no {example.name}")
+        case "environment":
+            raise ConnectionError("the board is gone")
+        case "overlong":
+            await client.sample(range(99))
+        case _:
+            return "won"
+    return None
+
+
+async def fails_never(client, example):
+    first = await client.sample(client.prompt)
+    return {"reward": first.response[0] - 10 + (first.response[1] - 20) / 2, "moves": 1}
+
+
+def test_episodes_that_fail_in_five_ways_leave_the_batch_of_the_rest_and_are_counted():
+    said = []
+    sampling = {"group_size": 10, "turn_timeout_s": 0.3}
+
+    async def batch(episode, **more):
+        source = make_source(FakeMailbox(), episode=episode, sampling=sampling | more, say=said.append)
+        return await source.next_batch()
+
+    whole, some = asyncio.run(batch(fails_never)).batch, asyncio.run(batch(fails_in_five_ways))
+    rest = whole.rows([row for row in range(40) if row % 10 not in (1, 4, 8)])
+    for field in dataclasses.fields(rest):
+        mine, theirs = getattr(some.batch, field.name), getattr(rest, field.name)
+        assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs, field.name
+    found = some.metrics.scalars()
+    assert (found["rollout/failed"], found["episode/moves"]) == (12, 1)
+    assert [found[f"rollout/failed_{way}"] for way in WAYS] == [2, 2, 3, 2, 3]
+    assert found["rollout/failed_engine"] == 0
+    (told,) = said
+    assert told.startswith("left out: 12 rollouts failed (")
+    assert "the episode's traceback for train:" in told
+    with pytest.raises(TooManyFailedError, match=r"of 40 rollouts more failed than rollout.max_failed=0.2"):
+        asyncio.run(batch(fails_in_five_ways, max_failed=0.2))
+
+
+async def leaves_half_to_the_function(client, example):
+    first = await client.sample(client.prompt)
+    return None if first.response[1] % 2 else [-1.0]
+
+
+@pytest.mark.parametrize("is_plural", [False, True])
+def test_rollouts_without_a_reward_of_their_episode_are_scored_by_the_function_and_others_are_not(is_plural):
+    asked = []
+
+    def plural(data_sources, solution_strs, ground_truths, extra_infos):
+        asked.extend(solution_strs)
+        return [1.0] * len(solution_strs)
+
+    def single(solution_str, **row):
+        asked.append(solution_str)
+        return 1.0
+
+    async def main():
+        grader = Inline(plural if is_plural else single)
+        return await make_source(FakeMailbox(), grader=grader, episode=leaves_half_to_the_function).next_batch()
+
+    assert asyncio.run(main()).batch.scores.tolist() == [-1.0, 1.0] * P
+    assert sorted(asked) == [f"{10 + prompt} 21" for prompt in range(P)]
 
 
 @pytest.mark.parametrize("max_staleness", range(3))
@@ -715,6 +796,39 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
     assert sum(replaced[:6]) > 6
     if window == 1:
         assert replaced == replaced[:6] * 3
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["it hangs again", "it is quick this time"])
+def test_a_schedule_repeats_the_rollouts_that_timed_out_whatever_takes_long_now(tmp_path, hangs):
+    file, is_first = tmp_path / "journal.jsonl", [True]
+
+    async def asks_twice(client, example):
+        first = await client.sample(client.prompt)
+        if first.response[1] % 3 == 0 and (is_first[0] or hangs):
+            await asyncio.Event().wait()
+        return float((await client.sample((7,))).response[1] % 2)
+
+    async def steps(journal, schedule, seed):
+        ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
+        sampling = {"max_staleness": 1, "turn_timeout_s": 0.2 if is_first[0] else 1e-9, "max_failed": 1.0}
+        source = make_source(Mailbox(ranks, schedule), episode=asks_twice, journal=journal, sampling=sampling)
+        found, num_failed = [], 0
+        await source.load(0)
+        for step in range(3):
+            sampled = await source.next_batch()
+            found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist()))
+            num_failed += sampled.metrics.scalars()["rollout/failed_timeout"]
+            await source.load(step + 1)
+        await source.close()
+        return found, num_failed
+
+    with Journal(file) as journal:
+        journal.append(RunBegan(first=0, config={}, software={}, machine=""))
+        before = asyncio.run(steps(journal, Schedule(Recorder(journal, Origin(2, {}), CONFIG.seed)), 1))
+    is_first[0] = False
+    replay = Replay(RecordedSchedule.read(file), CONFIG.seed, journal=NOWHERE, timeout_s=60)
+    assert asyncio.run(steps(NOWHERE, Schedule(replay=replay), 2)) == before
+    assert 0 < before[1] < 24
 
 
 def answer(number, request, version):

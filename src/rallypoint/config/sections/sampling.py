@@ -105,6 +105,15 @@ class RolloutConfig(Section):
     episode: str | None = key(
         None, help="Async function that samples a rollout in several turns, file.py:function; null: one turn."
     )
+    turn_timeout_s: float = key(
+        600.0, above=0, unit="s", help="An episode may take so long between two responses, its tools included."
+    )
+    episode_timeout_s: float = key(
+        3600.0, above=0, unit="s", help="The same for all turns of an episode together; sampling does not count."
+    )
+    max_failed: float = key(
+        0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may fail; with more the run stops."
+    )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
 

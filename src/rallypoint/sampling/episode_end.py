@@ -1,0 +1,281 @@
+"""The end of an episode: a rollout with its rewards, or a failure of one of six kinds, at its deadline for one.
+
+Owns: what an episode may return, which kind of failure an exception is, and when it has taken too long. The time in
+which a response is sampled does not count, as it depends on how much else there is to sample; that of tools does. Must
+not know: requests, groups.
+
+What a result means for an episode of two turns:
+
+    0.5                                    the reward, on the last token
+    [0.1, 0.5]                             a reward for each turn, on its last token
+    {"reward": 0.5, "moves": 7}            and the metric `episode/moves`; a list for "reward" as above
+    {"moves": 7}, None                     the reward function scores the rollout
+    Trajectory(turns=(first,))             some of its turns, from the first on; likewise, unless it has `rewards`
+    "0.5", nan, [0.5], (first, second)     malformed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self, cast
+
+from rallypoint.config import RewardConfig
+from rallypoint.environments.failures import RolloutFailureKind
+from rallypoint.environments.outcome import Scores, as_number, is_ours, too_large, unwrapped
+from rallypoint.errors import (
+    EnvironmentFailedError,
+    EpisodeError,
+    GenerationError,
+    RequestError,
+    RowFullError,
+    SandboxError,
+    first_line,
+)
+from rallypoint.types import Trajectory, Turn
+from rallypoint.user_code import format_user_traceback
+
+_TURNS = "expected Trajectory(turns=(first, second, ...)) with the turns that client.sample returned, from the first on"
+_RESULTS = (
+    "expected a reward, a list with a reward for each turn, a dict of numbers such as {'reward': 0.5, 'moves': 7}, a "
+    "Trajectory, or None to have the reward function score it"
+)
+_LONGEST_S = 1e6
+"""Seconds after which a timer looks again; event loops have none of any length."""
+_HERE = os.path.join(os.path.dirname(__file__), "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EpisodeFailed:
+    """Why an episode gives no rollout."""
+
+    kind: RolloutFailureKind
+    reason: str
+    """One line."""
+    traceback: str = ""
+    """The episode's own frames."""
+
+
+class _MisfitError(ValueError):
+    """What an episode returned is no result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """What an episode of a run may return."""
+
+    has_reward: bool = True
+    """Whether a reward function, or a model, scores what has no reward of its own."""
+    has_functions: bool = False
+    """Whether the score is a sum of several functions, of which an episode's reward would be none."""
+
+    @classmethod
+    def of(cls, reward: RewardConfig) -> Self:
+        """Return that of a config."""
+        return cls(bool(reward.all_functions or reward.all_models), bool(reward.functions))
+
+    def read(self, found: object, sampled: Sequence[Turn]) -> Trajectory | EpisodeFailed:
+        """Return the rollout that an episode made, or why it is none.
+
+        Args:
+            found: what it returned.
+            sampled: the turns that its client has returned.
+        """
+        try:
+            return self._checked(_read_result(found, tuple(sampled)))
+        except _MisfitError as misfit:
+            return EpisodeFailed("malformed", f"the episode {misfit}")
+
+    def _checked(self, rollout: Trajectory) -> Trajectory:
+        if not rollout.turns:
+            raise _MisfitError("ended without a response: it has to await client.sample at least once")
+        if rollout.rewards is None and not self.has_reward:
+            raise _MisfitError("returned no reward, and reward.function=null scores nothing; return one")
+        if rollout.rewards is not None and self.has_functions:
+            raise _MisfitError(
+                "returned a reward, which is none of reward.functions; return None, or set reward.functions=[]"
+            )
+        return rollout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long an episode may take for itself."""
+
+    turn_s: float = math.inf
+    """Seconds between two responses."""
+    episode_s: float = math.inf
+    """Seconds of all turns together."""
+    hold: Callable[[], bool] = lambda: True
+    """Whether they hold now; not in a run that repeats another, in which they did what they do."""
+
+
+class OwnTime:
+    """Counts the seconds of one episode, in a running event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Begin to count."""
+        self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
+        """Why the episode is to be ended."""
+        self._limits, self._loop = limits, asyncio.get_running_loop()
+        self._total_s, self._since, self._timer = 0.0, 0.0, asyncio.TimerHandle(0.0, lambda: None, (), self._loop)
+        self._begin()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of the block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            if not self.is_over.done():
+                self._begin()
+
+    def stop(self) -> float:
+        """Count no further; return the seconds so far."""
+        if not self._timer.cancelled():
+            self._timer.cancel()
+            self._total_s += self._loop.time() - self._since
+        return self._total_s
+
+    def end(self, why: EpisodeFailed) -> None:
+        """Have the episode ended."""
+        if not self.is_over.done():
+            self.is_over.set_result(why)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the one who waits for the episode raise what is not the episode's own fault."""
+        if self.is_over.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.is_over.cancel()
+        else:
+            self.is_over.set_exception(error)
+
+    def _begin(self) -> None:
+        self._since = self._loop.time()
+        self._look()
+
+    def _look(self) -> None:
+        """End the episode if there were too many, else look again when there may be."""
+        turn_s = self._loop.time() - self._since
+        total_s = self._total_s + turn_s
+        left_s = min(self._limits.turn_s - turn_s, self._limits.episode_s - total_s)
+        if left_s <= 0 and self._limits.hold():
+            if total_s >= self._limits.episode_s:
+                said = f"took more than rollout.episode_timeout_s={self._limits.episode_s:g} s for itself"
+            else:
+                said = f"took more than rollout.turn_timeout_s={self._limits.turn_s:g} s without asking for a response"
+            self.end(EpisodeFailed("timeout", f"the episode {said}"))
+        else:
+            self._timer = self._loop.call_later(min(left_s, _LONGEST_S) if left_s > 0 else 1.0, self._look)
+
+
+def failure_of(error: BaseException, *, is_of_engine: bool) -> EpisodeFailed:
+    """Return the failure that an exception of an episode is.
+
+    Args:
+        error: that ended it.
+        is_of_engine: whether its client raised it, as the engine failed.
+    """
+    match error:
+        case RowFullError():
+            return EpisodeFailed("overlong", str(error))
+        case GenerationError() if is_of_engine:
+            return EpisodeFailed("engine", str(error))
+        case EpisodeError() | RequestError():
+            kind, said = "malformed", first_line(error)
+        case EnvironmentFailedError() | GenerationError() | SandboxError() | OSError():
+            kind, said = "environment", f"the episode raised {type(error).__name__}: {first_line(error)}"
+        case _:
+            kind, said = "raised", f"the episode raised {type(error).__name__}: {first_line(error)}"
+    shown = format_user_traceback(error, skip=lambda file: file.startswith(_HERE) or is_ours(file))
+    return EpisodeFailed(kind, said, shown)
+
+
+def scores_of(rollout: Trajectory) -> Scores | None:
+    """Return an episode's rewards as scores of its rollout's tokens; None if the reward function is to score it.
+
+    >>> turn = Turn(prompt=(1,), response=(7, 8), logprobs=(), sampled_logprobs=(), version=0, truncated=False)
+    >>> scores_of(Trajectory(turns=(turn, turn), rewards=(0.5, 1.0))).token_scores
+    (0.0, 0.5, 0.0, 1.0)
+    """
+    if rollout.rewards is None:
+        return None
+    scores: list[float] = []
+    for turn, reward in zip(rollout.turns, rollout.rewards, strict=True):
+        scores += [*[0.0] * (len(turn.response) - 1), reward] if turn.response else []
+    return Scores(tuple(scores), {})
+
+
+def _read_result(found: object, sampled: tuple[Turn, ...]) -> Trajectory:
+    if isinstance(found, Trajectory):
+        return _checked(found, sampled)
+    if not isinstance(found, Mapping):
+        return Trajectory(turns=sampled, rewards=_read_rewards(found, sampled))
+    entries = cast("Mapping[object, object]", found)
+    if "reward" not in entries and "score" in entries:
+        raise _MisfitError("returned a dict with 'score', expected 'reward'")
+    return Trajectory(
+        turns=sampled, rewards=_read_rewards(entries.get("reward"), sampled), metrics=_read_metrics(entries)
+    )
+
+
+def _checked(rollout: Trajectory, sampled: Sequence[Turn]) -> Trajectory:
+    """Return a rollout as the episode put it together, if it has the client's turns."""
+    turns: object = rollout.turns
+    if not isinstance(turns, tuple | list):
+        raise _MisfitError(f"returned a Trajectory whose turns are a {type(turns).__name__}; {_TURNS}")
+    if not turns:
+        raise _MisfitError(f"returned a Trajectory without turns; {_TURNS}")
+    for number, turn in enumerate(rollout.turns, start=1):
+        if number > len(sampled) or turn != sampled[number - 1]:
+            raise _MisfitError(
+                f"returned a Trajectory whose turn {number} is not turn {number} of its client; {_TURNS}"
+            )
+    rewards = _read_rewards(rollout.rewards, rollout.turns)
+    return Trajectory(turns=tuple(rollout.turns), rewards=rewards, metrics=_read_metrics(rollout.metrics))
+
+
+def _read_rewards(found: object, turns: Sequence[Turn]) -> tuple[float, ...] | None:
+    """Return a reward for each turn; None if there is none."""
+    found = unwrapped(found)
+    if found is None:
+        return None
+    if (single := as_number(found)) is not None:
+        rewards = (*[0.0] * (len(turns) - 1), single)
+    elif isinstance(found, list | tuple):
+        each = [as_number(one) for one in cast("Sequence[object]", found)]
+        if None in each:
+            wrong = cast("Sequence[object]", found)[each.index(None)]
+            raise _MisfitError(f"returned a list of rewards with a {type(wrong).__name__}; {_RESULTS}")
+        if len(each) != len(turns):
+            raise _MisfitError(f"returned {len(each)} rewards for {len(turns)} turns; expected one for each")
+        rewards = tuple(one for one in each if one is not None)
+    else:
+        raise _MisfitError(f"returned {type(found).__name__}; {_RESULTS}")
+    if not all(map(math.isfinite, rewards)):
+        raise _MisfitError(f"returned the reward {next(one for one in rewards if not math.isfinite(one))}; {_RESULTS}")
+    if bare := [at for at, turn in enumerate(turns) if not turn.response and rewards[at]]:
+        raise _MisfitError(f"gave a reward to turn {bare[0] + 1}, whose response has no token to place it on")
+    if problem := too_large(rewards):
+        raise _MisfitError(f"returned a reward that {problem}")
+    return rewards
+
+
+def _read_metrics(entries: Mapping[object, object] | Mapping[str, float]) -> dict[str, float]:
+    """Return the finite numbers by their names."""
+    metrics: dict[str, float] = {}
+    for name, value in entries.items():
+        if name == "reward":
+            continue
+        number = as_number(value)
+        if not isinstance(name, str) or number is None:
+            raise _MisfitError(f"returned a dict with {type(value).__name__} under {name!r}; {_RESULTS}")
+        if math.isfinite(number):
+            metrics[name] = number
+    return metrics
