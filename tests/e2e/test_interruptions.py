@@ -14,6 +14,7 @@ import termios
 import time
 
 import pytest
+from ray_forks import forked_workers
 from tiny_runs import Runs
 
 from rallypoint.checkpoint import visible
@@ -39,17 +40,23 @@ def wait_for(run, text, process, timeout_s=120):
     raise AssertionError(f"never saw {text!r} in:\n{''.join(lines)}")
 
 
+@pytest.fixture(scope="module")
+def of_twelve_steps(tmp_path_factory):
+    """A run of one rank that nothing befell."""
+    return Runs(tmp_path_factory.mktemp("twelve")).run("whole", *LONG, *INLINE)
+
+
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
-def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, runtime):
+def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_twelve_steps, runtime):
     where = INLINE if runtime == "inline" else ("cluster.runtime=ray", "cluster.pools={main: [2]}")
-    inline = (INLINE[0], where[1])
-    whole = runs.run("whole", *LONG, *inline)
+    whole = of_twelve_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])
     process = runs.start("train", "digits", *runs.overrides("killed", *LONG, *where))
     wait_for("killed", "step  7/12", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    resumed = runs.resume("killed")
+    with forked_workers():
+        resumed = runs.resume("killed")
     assert weights_of(whole) == weights_of(resumed)
     assert sampled_in(whole) == sampled_in(resumed)
 
@@ -79,8 +86,7 @@ def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same
     assert not resumed.published.exists()
 
 
-def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of):
-    whole = runs.run("whole", "trainer.num_steps=12", *INLINE)
+def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of, of_twelve_steps):
     process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=12", *INLINE))
     wait_for("stopped", "step  3/12", process)
     process.send_signal(signal.SIGINT)
@@ -89,7 +95,7 @@ def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, we
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
     assert "Ctrl-C: what is under way is finished and saved, then the run ends" in printed
     assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) in (1, 2)  # and the one of step 5
-    assert weights_of(whole) == weights_of(runs.resume("stopped"))
+    assert weights_of(runs.resume("stopped")) == weights_of(of_twelve_steps)
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_of_the_run_is_lost(runs):
@@ -227,14 +233,13 @@ def test_a_flipped_bit_in_the_model_that_a_run_made_for_itself_is_found(runs, we
     assert weights_of(runs.resume("flipped")) == whole
 
 
-def test_resuming_without_any_checkpoint_begins_at_the_first_step_and_says_so(runs, weights_of):
-    whole = runs.run("whole", *INLINE)
+def test_resuming_without_any_checkpoint_begins_at_the_first_step_and_says_so(runs, weights_of, whole_weights):
     process = runs.start("train", "digits", *runs.overrides("early", *INLINE))
     wait_for("early", "starting the roles", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert weights_of(whole) == weights_of(runs.resume("early"))
+    assert weights_of(runs.resume("early")) == whole_weights
     log = (runs.folder / "early" / "logs" / "train.log").read_text()
     assert "no checkpoint to go on from: the run begins at step 1" in log
 
