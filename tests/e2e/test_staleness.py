@@ -178,8 +178,8 @@ def test_a_schedule_of_another_config_is_refused_before_anything_is_started(runs
         runs.run("damaged", *AHEAD, other[1])
     assert not (runs.folder / "config").exists()
     options = halfway(file, [[*range(7), 99], range(8, 16), range(16, 24), range(24, 32)])
-    with pytest.raises(ScheduleError, match="has prompt 99 sample 0 next, which did not come in 1 s"):
-        runs.run("prompts", *options, "cluster.call_timeout_s=1")
+    with pytest.raises(ScheduleError, match="has prompt 99 sample 0 next, which did not come in 5 s"):
+        runs.run("prompts", *options, "cluster.call_timeout_s=5")
 
 
 def test_a_run_says_what_other_settings_would_give(runs, capsys):
