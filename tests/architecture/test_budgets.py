@@ -34,7 +34,7 @@ BROAD: dict[str, str] = {
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",
-    "recipes/readers.py:recorded_end": "whatever ends a run is in its journal, and is raised on",
+    "recipes/ending.py:recorded_end": "whatever ends a run is in its journal, and is raised on",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "observability/trackers.py:_work": "clients of networks raise anything; the run goes on without them",
     "environments/given.py:loaded": "what a function refers to is imported, which may raise anything",

@@ -148,7 +148,7 @@ def show(
     full: Annotated[bool, typer.Option("--full", help="Do not truncate long texts.")] = False,
 ) -> None:
     """Print rollouts of a step: prompt, response, rewards."""
-    from rallypoint.cli.look import show as print_chosen
+    from rallypoint.cli.runs import show as print_chosen
 
     print_chosen(run, step=step, best=best, worst=worst, failed=failed, validation=validation, full=full)
 
@@ -166,7 +166,7 @@ def runs(
 @app.command()
 def diff(a: Run, b: Run) -> None:
     """Find the first step, rollout and token in which two runs part; 1 if there is one, 0 if they are equal."""
-    from rallypoint.cli.diff import print_difference
+    from rallypoint.cli.runs import print_difference
 
     raise typer.Exit(0 if print_difference(a, b) else 1)
 
@@ -198,7 +198,7 @@ def check_reward(
     max_rows: Annotated[int, typer.Option(min=2, help="Rows of the training data whose right answers are tried.")] = 64,
 ) -> None:
     """Try a run's reward on right, empty, huge, repeated, truncated and adversarial answers."""
-    from rallypoint.cli.check_reward import check_reward as run_check
+    from rallypoint.cli.train import check_reward as run_check
 
     raise typer.Exit(run_check(recipe, overrides or [], max_rows=max_rows))
 
@@ -315,7 +315,7 @@ def serve(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer over HTTP, as OpenAI's chat and completions API does."""
-    from rallypoint.cli.serve import serve as run_server
+    from rallypoint.cli.use import serve as run_server
 
     run_server(
         checkpoint,

@@ -1,14 +1,30 @@
-"""`rally runs`: which runs there are."""
+"""`rally runs`, `rally show` and `rally diff`: which runs there are, what one has sampled, and where two part.
+
+The texts of rollouts are the model's and the data's: they are cleaned before they reach a terminal.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.measure import Measurement
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
-from rallypoint.display.runs import print_runs
-from rallypoint.run.overview import find_runs
+from rallypoint.config import shown
+from rallypoint.display.text import clean, shorten, sparkline, wrap
+from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
+from rallypoint.journal import Change
+from rallypoint.observability.numbers import counted, finite_mean
+from rallypoint.recipes.preflight import newest_of
+from rallypoint.run.overview import Overview, State, find_runs
 
 
 def list_runs(folder: str) -> None:
@@ -18,3 +34,269 @@ def list_runs(folder: str) -> None:
         console.print(f"no runs in {Path(folder).absolute()}; start one with `rally train RECIPE`", markup=False)
         return
     print_runs(console, found, now=time.time())
+
+
+_EACH = 2
+_MAX_LINES = 12
+"""Lines of each text, without --full."""
+
+
+def show(
+    run: str,
+    *,
+    step: int | None,
+    best: int | None,
+    worst: int | None,
+    failed: int | None,
+    validation: bool,
+    full: bool,
+) -> None:
+    """Print rollouts of a step of a run, or of a recipe's newest run."""
+    from rallypoint.run.rollouts import read_rollouts  # only now torch
+
+    rows = read_rollouts(_run_of(run), step, "validation" if validation else "step")
+    if best is worst is failed is None:
+        best = worst = failed = _EACH
+    chosen = choose(rows, best=best or 0, worst=worst or 0, failed=failed or 0)
+    print_rollouts(Console(highlight=False), rows, chosen, max_lines=None if full else _MAX_LINES)
+
+
+def print_difference(a: str, b: str) -> bool:
+    """Print what differs in config and packages, and the first step and place in which two runs part.
+
+    Returns:
+        Whether the steps that both have done are equal.
+    """
+    from rallypoint.run.comparison import compare_runs  # only now torch
+
+    console, found = Console(highlight=False), compare_runs(_run_of(a), _run_of(b))
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    _list(say, "config", found.config)
+    _list(say, "config, on which no weight depends", found.free)
+    _list(say, "files", found.files)
+    _list(say, "packages and machine", found.around)
+    compared = f"{counted(found.num_compared, 'step')} that both have done"
+    if found.first is None:
+        say(f"equal in the {compared}" if found.num_compared else "nothing to compare: no step that both have done")
+        return True
+    say(f"first difference: step {found.first.step}, {found.first.what}, of the {compared}")
+    for line in found.where or (f"{found.first.of_a}  |  {found.first.of_b}",):
+        say(f"  {line}")
+    return False
+
+
+def _list(say: Callable[[str], None], title: str, changes: Sequence[Change]) -> None:
+    if changes:
+        say(title)
+        for one in changes:
+            say(f"  {one.key}: {shown(one.of_a)}  |  {shown(one.of_b)}")
+
+
+def _run_of(name: str) -> Path:
+    return Path(name) if Path(name).is_dir() else newest_of(name, ())
+
+
+Row = Mapping[str, Any]
+"""A rollout by the columns of docs/tracking.md."""
+
+_LABEL_CELLS, _WIDEST = 13, 120
+_MAX_CHARS = 20_000
+"""Characters of one line of a text that are looked at."""
+
+
+def choose(rows: Sequence[Row], *, best: int, worst: int, failed: int) -> dict[str, list[Row]]:
+    """Return the rollouts to show, under a title each; none twice, and of equal scores the first.
+
+    >>> rows = [{"score": score} for score in (0.0, 1.0, None, 0.5)]
+    >>> choose(rows, best=1, worst=9, failed=1)
+    {'best': [{'score': 1.0}], 'worst': [{'score': 0.0}, {'score': 0.5}], 'without a score': [{'score': None}]}
+    """
+    scored = sorted((row for row in rows if row["score"] is not None), key=lambda row: -row["score"])
+    found = {
+        "best": scored[:best],
+        "worst": sorted(scored[best:], key=lambda row: row["score"])[:worst],
+        "without a score": [row for row in rows if row["score"] is None][:failed],
+    }
+    return {title: chosen for title, chosen in found.items() if chosen}
+
+
+def print_rollouts(
+    console: Console, rows: Sequence[Row], chosen: Mapping[str, Sequence[Row]], *, max_lines: int | None
+) -> None:
+    """Print a line on all rollouts of a step, and the chosen ones.
+
+    Args:
+        console: to print to.
+        rows: all of the step.
+        chosen: some of them, by title.
+        max_lines: lines of each text; None for all.
+    """
+    width = min(console.width, _WIDEST)
+    console.print(_heading(rows))
+    for title, some in chosen.items():
+        for number, row in enumerate(some, 1):
+            console.print()
+            console.print(Rule(_title(f"{title} {number}", row), align="left", style=PALETTE["frame"]), width=width)
+            console.print(Group(*_body(row, width, max_lines)))
+    console.print()
+
+
+def _heading(rows: Sequence[Row]) -> Text:
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    prompts = len({row["prompt_index"] for row in rows})
+    lengths = [sum(row["loss_mask"]) for row in rows]
+    text = Text(f"step {rows[0]['step']}", "bold")
+    text.append(f"  {len(rows)} rollouts of {prompts} prompts", "not bold")
+    if scores:
+        mean = finite_mean(scores)
+        text.append(f"  score {mean:.3f}", PALETTE["reward"])
+        text.append(f" (from {min(scores):.3f} to {max(scores):.3f})", "not bold dim")
+    if without := len(rows) - len(scores):
+        text.append(f"  {without} without a score", PALETTE["wrong"])
+    cut = sum(row["finish_reason"] == "length" for row in rows)
+    text.append(f"  {sum(lengths) / len(rows):.0f} tokens, {cut / len(rows):.0%} cut off", "not bold dim")
+    return text
+
+
+def _title(title: str, row: Row) -> Text:
+    score = "no score" if row["score"] is None else f"score {row['score']:.3f}"
+    return Text.assemble(
+        (title, "dim"),
+        "  ",
+        (score, f"bold {PALETTE['wrong' if row['score'] is None else 'reward']}"),
+        f"  {clean(row['name'])} ",
+        (f"prompt {row['prompt_index']}, sample {row['sample_index']} ", "dim"),
+    )
+
+
+def _body(row: Row, width: int, max_lines: int | None) -> Iterable[Text]:
+    for label in ("prompt", "response", "ground_truth"):
+        yield from _labelled(label.replace("ground_", ""), _lines(row[label], width - _LABEL_CELLS, max_lines))
+    if row["failure"] is not None:
+        yield from _labelled("failure", _lines(row["failure"], width - _LABEL_CELLS, max_lines), PALETTE["wrong"])
+    numbers = {**(row["reward_parts"] or {}), **(row["reward_extras"] or {})}
+    if numbers:
+        named = ((clean(name), "none" if value is None else f"{value:.4g}") for name, value in numbers.items())
+        said = ", ".join(f"{name} {value}" for name, value in named)
+        yield from _labelled("rewards", wrap(said, width - _LABEL_CELLS))
+    yield from _labelled("tokens", wrap(_tokens(row), width - _LABEL_CELLS), "dim")
+
+
+def _tokens(row: Row) -> str:
+    """Say in words how long a response is, how it ended, how likely it was, and what was learned from it."""
+    sampled = row["loss_mask"]
+    logprobs = [value for value, mine in zip(row["rollout_logprobs"], sampled, strict=True) if mine]
+    ended = "cut off at the limit" if row["finish_reason"] == "length" else "ended by itself"
+    parts = [f"{len(row['prompt_ids'])} + {sum(sampled)}, {ended}"]
+    if turns := sum(not sampled[place - 1] for place in range(1, len(sampled)) if sampled[place]):
+        parts.append(f"{turns + 1} turns")
+    if logprobs:
+        parts.append(f"perplexity {math.exp(min(-finite_mean(logprobs), 700.0)):.3g}")
+    if row["advantages"]:
+        learned = [value for value, mine in zip(row["advantages"], sampled, strict=True) if mine]
+        parts.append(f"advantage {finite_mean(learned):+.3f}")
+    return ", ".join([*parts, f"version {row['version']}"])
+
+
+def _lines(text: str, width: int, max_lines: int | None) -> list[str]:
+    """Break a text into lines of a terminal; the middle of a long one is left out, and that is said."""
+    lines = [part for line in text.strip("\n").split("\n") for part in wrap(clean(line, _MAX_CHARS), width) or [""]]
+    if max_lines is None or len(lines) <= max_lines:
+        return lines
+    head = max(1, max_lines * 2 // 3)
+    tail = max(max_lines - head - 1, 0)
+    left_out = f"... {len(lines) - head - tail} more lines (--full)"
+    return [*lines[:head], left_out, *lines[len(lines) - tail :]]
+
+
+def _labelled(label: str, lines: Sequence[str], style: str = "") -> Iterable[Text]:
+    for number, line in enumerate(lines or [""]):
+        text = Text(f"{label if number == 0 else '':{_LABEL_CELLS}}", PALETTE["quiet"])
+        yield text.append(line, style or "not dim")
+
+
+_STYLES: dict[State, tuple[str, str]] = {
+    "running": ("▶", f"bold {SKY}"),
+    "finished": ("●", GREEN),
+    "stopped": ("‖", PALETTE["watch"]),
+    "failed": ("✖", f"bold {VERMILION}"),
+    "killed": ("✖", VERMILION),
+    "damaged": ("✖", VERMILION),
+}
+"""Mark and style of a state; the mark says the same without colour."""
+_CURVE_CELLS, _MAX_WHY = 10, 200
+_CURVE = " "
+_SPARE = (_CURVE, "best", "age", "recipe", "score", "step")
+"""Columns to do without where all do not fit, in this order."""
+
+
+def print_runs(console: Console, runs: Sequence[Overview], *, now: float) -> None:
+    """Print a line for each run, and below the reasons of those that failed.
+
+    Args:
+        console: to print to.
+        runs: in the order of the lines.
+        now: seconds since the epoch, for ages.
+    """
+    unbounded = console.options.update(width=10_000)
+    tables = (_table(runs, now, without=_SPARE[:count]) for count in range(len(_SPARE) + 1))
+    sized = [(table, Measurement.get(console, unbounded, table).maximum) for table in tables]
+    table = next((table for table, width in sized if width <= console.width), sized[-1][0])
+    console.print(table, crop=False, no_wrap=True)
+    if any(run.scores and not run.is_validated for run in runs):
+        console.print("* mean reward of a step: the run has no validation", style="dim")
+    for run in runs:
+        if run.why:
+            said = shorten(f"{clean(run.path.name)}: {clean(run.why)}", _MAX_WHY)
+            console.print(Text(said, PALETTE["wrong"]), soft_wrap=True)
+
+
+def _table(runs: Sequence[Overview], now: float, without: Sequence[str]) -> Table:
+    """Return it without some columns; a name is never cut, for it is what other commands take."""
+    columns: dict[str, list[Text]] = {
+        "run": [Text(clean(run.path.name), "bold") for run in runs],
+        "recipe": [Text(clean(run.recipe)) for run in runs],
+        "state": [Text(f"{_STYLES[run.state][0]} {run.state}", _STYLES[run.state][1]) for run in runs],
+        "step": [Text(f"{run.step}/{run.num_steps}") for run in runs],
+        "score": [Text(_score(run), PALETTE["reward"]) for run in runs],
+        "best": [
+            Text.assemble(_number(run.best[1]), (f" @{run.best[0]}", "dim") if run.scores else "") for run in runs
+        ],
+        _CURVE: [
+            Text("".join(sparkline([score for _, score in run.scores], _CURVE_CELLS)), PALETTE["validation"])
+            for run in runs
+        ],
+        "age": [Text(age(now - run.changed), "dim") for run in runs],
+    }
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    shown = [name for name in columns if name not in without]
+    for name in shown:
+        justify = "right" if name in {"step", "score", "best", "age"} else "left"
+        cells = max(column.cell_len for column in columns[name])
+        table.add_column(name.strip(), justify=justify, no_wrap=True, min_width=cells)
+    for row in zip(*(columns[name] for name in shown), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _score(run: Overview) -> str:
+    return _number(run.last) + ("*" if run.scores and not run.is_validated else "")
+
+
+def age(seconds: float) -> str:
+    """Write how long ago something was, in its largest unit.
+
+    >>> [age(seconds) for seconds in (-1.0, 59.0, 90.0, 7200.0, 200_000.0)]
+    ['0 s', '59 s', '1 min', '2 h', '2 d']
+    """
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"

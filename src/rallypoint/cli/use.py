@@ -1,19 +1,23 @@
-"""`rally eval`, `rally chat` and `rally export`."""
+"""`rally eval`, `rally chat`, `rally export` and `rally serve`: what is done with a trained model."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 
 from rallypoint.environments.failures import describe_failures
-from rallypoint.errors import ModelError
+from rallypoint.errors import ModelError, ServingError
+from rallypoint.extras import why_not
 from rallypoint.recipes.export import export as export_to
 from rallypoint.recipes.use import Conversation, find_trained
 from rallypoint.recipes.use import evaluate as score
@@ -101,3 +105,58 @@ def export(checkpoint: str, to: str, *, trust_remote_code: bool, merge: bool | N
 def _printable(text: str) -> str:
     """Drop what would steer the terminal: a model's output is not trusted."""
     return "".join(character for character in text if character.isprintable() or character in "\n\t")
+
+
+def serve(
+    checkpoint: str,
+    *,
+    trust_remote_code: bool,
+    host: str,
+    port: int,
+    keys: tuple[str, ...],
+    max_concurrency: int,
+    max_body_bytes: int,
+    max_logprobs: int,
+    dtype: str | None,
+    cache_tokens: int,
+    exact: bool,
+    follow: bool,
+    on_load: Literal["keep", "recompute"],
+    grace_s: float,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; a second one cancels the requests that still run."""
+    try:
+        from rallypoint.recipes.serve import Options, Serving
+    except ImportError as error:
+        raise ServingError(f"rally serve {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
+    options = Options(
+        host=host,
+        port=port,
+        keys=keys,
+        max_concurrency=max_concurrency,
+        max_body_bytes=max_body_bytes,
+        max_logprobs=max_logprobs,
+        dtype=dtype,
+        cache_tokens=cache_tokens,
+        exact=exact,
+        follow=follow,
+        on_load=on_load,
+        grace_s=grace_s,
+    )
+    trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
+    with Serving(trained, options, say=console.print, on_end=lambda: events.put("ended")) as serving:
+        _on_signals(lambda number: events.put(signal.Signals(number).name))
+        console.print(serving.describe())
+        event = events.get()
+        if event == "ended":
+            raise ServingError(serving.failure or "the server has ended by itself; what is printed above says why")
+        console.print(f"{event}: {serving.num_running} responses under way have {grace_s:g} s to end")
+        _on_signals(lambda _: serving.give_up())
+
+
+def _on_signals(do: Callable[[int], None]) -> None:
+    """Call `do` when an end is asked for; previous handlers are lost."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: do(number))

@@ -29,8 +29,7 @@ from typing import Any, Self
 
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.capacity import num_cores
-from rallypoint.cluster.ray_daemons import RayDaemons
-from rallypoint.cluster.ray_environment import environment, process_as_found
+from rallypoint.cluster.ray_daemons import RayDaemons, environment, process_as_found
 from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import ClusterError

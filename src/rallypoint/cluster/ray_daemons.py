@@ -1,8 +1,8 @@
-"""Ray's daemons that this program cannot do without, and their state.
+"""Ray's daemons that this program cannot do without, and what Ray changes in the process that starts it.
 
 Owns: which they are, and what can be seen of them without asking Ray: the raylet of this machine (starts workers, keeps
 the object store) and, of a cluster of our own, the GCS (knows where everything is). Must not know: what is done about
-a fault. Nothing here blocks.
+a fault. Nothing here blocks. Variables of the environment, and what Ray sets for a driver, are put back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import dataclasses
 import os
 import re
 import select
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,34 @@ def _state(pid: int) -> str | None:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return None
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of the environment, or remove those that are None, and put everything back at the end."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+@contextlib.contextmanager
+def process_as_found() -> Iterator[None]:
+    """Put back what Ray sets for a driver: in this process nobody is debugged by Ray, and SIGTERM is the user's."""
+    found = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
+    on_error, on_sigterm = sys.excepthook, signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        _set(found)
+        sys.excepthook = on_error
+        if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets none
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name in variables:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in variables.items() if value is not None})

@@ -57,6 +57,7 @@ class Verl(_Read):
     sft_unneeded: Words
     reward_words: frozenset[str]
     sections_apart: tuple[str, ...]
+    metrics: Words
 
 
 class Trl(_Read):

@@ -19,12 +19,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rallypoint.data.conversations import Conversation, Conversations
+from rallypoint.data.conversations import Conversation, Conversations, Turns
 from rallypoint.data.encoded_rows import EncodedRows, Written
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
 from rallypoint.data.template import MEND_TEMPLATE, left_out, special_ids, template_errors
-from rallypoint.data.turns import Turns
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:

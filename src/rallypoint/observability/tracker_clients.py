@@ -1,4 +1,4 @@
-"""The clients of trackers: TensorBoard, Weights & Biases, MLflow, trackio, SwanLab.
+"""The clients of trackers: TensorBoard, Weights & Biases, MLflow, trackio, SwanLab; and verl's names for our metrics.
 
 Owns: what each client is called with. Must not know: threads, and what a metric means. Each is given a run (`Tracked`),
 and continues that of an earlier start if the run was resumed.
@@ -13,11 +13,13 @@ import importlib
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rallypoint.config.other_projects import other_projects
 from rallypoint.journal import Ending, Journal
 from rallypoint.observability.trackers import CLOSE_S, Open, Row, Tracked, Trackers
 
@@ -311,3 +313,56 @@ def open_trackers(
 def _opens(name: str) -> Open:
     open_it = OPENS[name]
     return open_it if open_it is TensorBoard else lambda run: Once(run, name, open_it)
+
+
+_OF_VALIDATION = {"mean": "reward/mean@{k}", "best": "reward/best@{k}/mean", "majority": "reward/maj@{k}/mean"}
+_KEPT, _REWARD = "reward/kept_mean", "reward/mean"
+
+
+def as_in_verl(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a line by verl's names; one that verl does not have keeps its name.
+
+    The mean score of the groups that were trained on has two names there, before and after what is added to scores,
+    where nothing is added to them. It is `reward/mean` if no group was replaced. What means something else keeps our
+    name; docs/tracking.md says where the two differ.
+
+    >>> as_in_verl({"actor/policy_loss": 0.5, "rollout/idle": 0.25})
+    {'actor/pg_loss': 0.5, 'rollout/idle': 0.25}
+    >>> as_in_verl({"reward/mean": 0.5})
+    {'critic/score/mean': 0.5, 'critic/rewards/mean': 0.5}
+    >>> as_in_verl({"reward/mean": 0.5, "reward/kept_mean": 0.25})
+    {'reward/mean': 0.5, 'critic/score/mean': 0.25, 'critic/rewards/mean': 0.25}
+    >>> for name in as_in_verl({f"validation/{name}/gsm8k": 0.5 for name in ("mean@8", "pass@1", "pass@4", "pass@8")}):
+    ...     print(name)
+    val-core/gsm8k/reward/mean@8
+    val-core/gsm8k/acc/mean@8
+    val-aux/gsm8k/acc/best@4/mean
+    val-core/gsm8k/acc/best@8/mean
+    """
+    if _REWARD in scalars and _KEPT not in scalars:
+        scalars = {_KEPT if name == _REWARD else name: value for name, value in scalars.items()}
+    sizes = {source: k for kind, k, source in _validations(scalars) if kind == "mean"}
+    found = {_in_verl(name, sizes): value for name, value in scalars.items()}
+    is_penalised = "kl/reference_mean" in scalars and "actor/reference_kl" not in scalars
+    if _KEPT in scalars and not is_penalised and "reward/overlong_penalty" not in scalars:
+        found["critic/rewards/mean"] = scalars[_KEPT]
+    return found
+
+
+def _validations(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield kind, k and source of each metric of a validation."""
+    for name in names:
+        if found := re.fullmatch(r"validation/(mean|best|majority|pass)@(\d+)/(.+)", name):
+            yield found[1], int(found[2]), found[3]
+
+
+def _in_verl(name: str, sizes: Mapping[str, int]) -> str:
+    """Return the name of one; `sizes` has the number of responses to a prompt, by source."""
+    for kind, k, source in _validations([name]):
+        size = sizes.get(source, k)
+        if kind == "pass":
+            what, is_core = (f"acc/mean@{size}", True) if k == 1 else (f"acc/best@{k}/mean", k == size)
+        else:
+            what, is_core = _OF_VALIDATION[kind].format(k=k), k == size
+        return f"val-{'core' if is_core else 'aux'}/{source}/{what}"
+    return other_projects().verl.metrics.get(name, name)

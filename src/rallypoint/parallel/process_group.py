@@ -7,6 +7,11 @@ A rank listens on a port before it tells its address, so ranks do not race for a
 On CPUs gloo listens on a port that the system gives it, and its address is the rank's payload: gloo needs nothing but
 the rendezvous. Other backends need a store for as long as they live: rank 0 opens one before it joins, and its address
 is the payload. torch knows which backend a type of device has.
+
+Ranks that wait for this one stop waiting if the connections of a gloo group are shut down. gloo cannot do that itself:
+its `abort` does nothing, and connections live as long as anything refers to the group, which parts of torch do. So the
+sockets are shut down below it. Their addresses identify them: every group listens on a port of its own, and each
+connection of a group has one end at a port that one of its ranks listens on.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import os
+import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -33,7 +41,6 @@ from rallypoint.errors import (
     RendezvousError,
     StaleGenerationError,
 )
-from rallypoint.parallel.sever import sever
 
 Device: TypeAlias = str
 """torch's word for a type of device."""
@@ -296,3 +303,61 @@ def _check_reachable(membership: Membership) -> None:
             "that all machines reach",
             tuple(member.rank for member in lonely),
         )
+
+
+def sever(written: Sequence[bytes]) -> int:
+    """Shut down the connections of this process that belong to a group; waits of its peers fail at once.
+
+    Args:
+        written: what gloo of each rank has written for its peers; it contains the address that it listens on.
+
+    Returns:
+        Number of connections.
+    """
+    num_severed = 0
+    for connection in _connections():
+        with connection, contextlib.suppress(OSError):  # a peer that leaves as well may be faster
+            ends = (_as_written(connection.getsockname()), _as_written(connection.getpeername()))
+            if any(end in text for end in ends for text in written):
+                # This holds for all descriptors of the socket. gloo then reads its end and closes it. Only the reading
+                # side: an operation that sends might never learn that its socket cannot be written to.
+                connection.shutdown(socket.SHUT_RD)
+                num_severed += 1
+    return num_severed
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield every TCP connection of this process, by a descriptor of its own."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+            descriptor = os.dup(int(name))
+            try:
+                connection = socket.socket(fileno=descriptor)
+            except OSError:
+                os.close(descriptor)
+                raise
+            try:
+                is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                )
+                connected = is_tcp and bool(connection.getpeername())
+            except OSError:
+                connected = False
+            if connected:
+                yield connection
+            else:
+                connection.close()
+
+
+def _as_written(address: tuple[str, int] | tuple[str, int, int, int]) -> bytes:
+    """Return an address as C has it in a `sockaddr`: the port and the IP address in network order.
+
+    >>> _as_written(("127.0.0.1", 258)).hex(" ")
+    '01 02 7f 00 00 01'
+    """
+    host, port = address[:2]
+    if ":" in host:
+        flow = struct.pack("!I", address[2] if len(address) == 4 else 0)
+        return struct.pack("!H", port) + flow + socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    return struct.pack("!H", port) + socket.inet_aton(host)

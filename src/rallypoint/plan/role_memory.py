@@ -3,8 +3,8 @@
 Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients and the optimizer's state follow
 from the number of parameters; activations, logits and cache from the caps in the config: they are what full
 micro-batches of the longest rows need. `ModelShape` knows what a layer keeps, and the sizes of chunks and blocks are
-those that modules compute with (`config/limits.py`). On CPUs it is an estimate (`cpu/footprint.py`). Every run measures
-its own memory beside it.
+those that modules compute with (`config/limits.py`). On CPUs what a process takes beside the tensors of its passes was
+measured (benchmarks/README.md, "Memory"). Every run measures its own memory beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from rallypoint.config.limits import (
 from rallypoint.config.recipes import RECIPES, RoleName
 from rallypoint.config.shape import ModelShape
 from rallypoint.config.tree import RunConfig
-from rallypoint.cpu.footprint import on_heap
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
@@ -360,3 +359,29 @@ def _on_device(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointe
         in_half=config.model.dtype == "bfloat16",
         has_adapters=config.model.lora is not None,
     )
+
+
+_HEAP, _HEAP_OF_CHECKPOINTS = 1.4, 2.0
+"""Heap of the C library over the size of a pass's tensors. It aligns tensors in a way that leaves holes, the more of
+them the more often layers are computed. Tensors in pages of their own would avoid that in 1.3 to 1.7 times the time."""
+_LIBRARY_BYTES = 8 * 2**20
+"""Room that MKL works in, code, Python's objects, once a process has trained: 6.5 to 7 MiB from 0.08M to 10M."""
+_DECODER_BYTES = 15 * 2**20
+"""TorchScript's, once it has compiled the decoder; fitted to the demo."""
+_KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
+"""Kernels that oneDNN compiles for bfloat16, one for every shape of a product; and for the narrow ones of adapters."""
+
+
+def on_heap(num_bytes: int, *, checkpointed: bool, decodes: bool, in_half: bool, has_adapters: bool) -> int:
+    """Return what a process takes for a pass.
+
+    Args:
+        num_bytes: tensors of the pass.
+        checkpointed: whether layers are computed twice.
+        decodes: whether our own engine samples in this process.
+        in_half: whether products are in bfloat16.
+        has_adapters: whether the model has adapters.
+    """
+    kernels = _LIBRARY_BYTES + _DECODER_BYTES * decodes
+    kernels += (_KERNEL_BYTES + _ADAPTER_KERNEL_BYTES * has_adapters) * in_half
+    return round(num_bytes * (_HEAP_OF_CHECKPOINTS if checkpointed else _HEAP)) + kernels

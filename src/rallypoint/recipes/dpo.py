@@ -11,7 +11,7 @@ from rallypoint.observability import span
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource, measured
-from rallypoint.roles.initial_logprobs import InitialLogprobs
+from rallypoint.roles.reference import InitialLogprobs
 from rallypoint.types import Metrics, PairBatch, merge
 
 

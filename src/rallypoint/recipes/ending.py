@@ -1,23 +1,33 @@
-"""The end of a run: what must be done however it ends, and the summary, made from its folder alone."""
+"""The beginning and the end of a start in its journal, what is made of the journal meanwhile, and the end of a run.
+
+Owns: what must be done however a run ends, and the summary, made from its folder alone. Must not know: what is read.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+import platform
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
 from rallypoint import checkpoint
-from rallypoint.config import RECIPES, RunConfig
+from rallypoint.config import RECIPES, RunConfig, TrackingConfig, values_of
 from rallypoint.data import load_tokenizer
 from rallypoint.display import save_curve
+from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments.given import is_given
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.errors import RallyError, first_line
+from rallypoint.errors import DiskError, RallyError, first_line
+from rallypoint.journal import Journal, RunBegan, RunEnded
+from rallypoint.observability.tracker_clients import as_in_verl, open_trackers
+from rallypoint.observability.trackers import Tracked, Trackers
 from rallypoint.recipes.machine import look_around, plan_on
-from rallypoint.run import Summary, why_no_plot
+from rallypoint.run import MetricsLog, Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored
+from rallypoint.run.record import software
+from rallypoint.run.resume import Beginning
 
 Ending: TypeAlias = Callable[[], Awaitable[None] | None]
 
@@ -111,3 +121,42 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
         watched=config.watched,
         text_of=_text_of(found[-1], config) if found else None,
     )
+
+
+def began_of(beginning: Beginning, folder: RunFolder) -> RunBegan:
+    """Return the event that begins a start."""
+    return RunBegan(
+        first=beginning.first,
+        config=dict(values_of(beginning.config)),
+        software=software(),
+        machine=f"{platform.platform()} {platform.processor()}".rstrip(),
+        folder=str(folder.path),
+    )
+
+
+@contextlib.contextmanager
+def recorded_end(journal: Journal) -> Iterator[None]:
+    """Record how a start has ended if the block raises."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(DiskError):  # which may be the very error
+            journal.append(RunEnded(how="failed", why=str(error) or type(error).__name__))
+        raise
+
+
+@contextlib.contextmanager
+def open_readers(beginning: Beginning, folder: RunFolder, journal: Journal) -> Iterator[Trackers]:
+    """Open what is made of the journal while the run goes on: train.log, metrics.jsonl, the picture, trackers."""
+    tracking = beginning.config.tracking or TrackingConfig()
+    tracked = Tracked(folder.path, tracking.project, beginning.first, dict(values_of(beginning.config)))
+    rename = as_in_verl if tracking.names == "verl" else dict
+    with Endings(journal.say) as at_end:
+        metrics = MetricsLog(folder.metrics)
+        at_end.add(metrics.close)
+        curve = CurveAsItGoes(folder.path)
+        at_end.add(curve.close)
+        trackers = open_trackers(tracking.to, tracked, journal, rename=rename)
+        at_end.add(trackers.close)
+        journal.subscribe(folder.take, metrics.take, trackers.take, curve.take)
+        yield trackers

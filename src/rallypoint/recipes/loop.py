@@ -37,18 +37,17 @@ from rallypoint.journal import (
 )
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.recipes.ending import Endings, draw
+from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.first_scores import FirstScores
 from rallypoint.recipes.interruption import Observer, acknowledging, interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material
-from rallypoint.recipes.readers import began_of, open_readers, recorded_end
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.run import read_metrics
 from rallypoint.run.agreement import Agreement
-from rallypoint.run.digests import digests_of
+from rallypoint.run.comparison import digests_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record

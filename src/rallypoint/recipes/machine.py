@@ -27,7 +27,7 @@ from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.observability.numbers import counted
 from rallypoint.plan import RunPlan, make_plan
-from rallypoint.plan.choices import SAFE, activations_bytes, choose
+from rallypoint.plan.run_plan import SAFE, activations_bytes, choose
 
 _ASK_TORCH = """
 import json, sys, torch

@@ -8,8 +8,8 @@ from typing import Self
 from rallypoint.algorithms import BradleyTerry
 from rallypoint.observability import span
 from rallypoint.recipes.recipe import Recipe, Setup
+from rallypoint.roles.critic import RewardLearner
 from rallypoint.roles.examples import ExampleSource, measured
-from rallypoint.roles.reward_learner import RewardLearner
 from rallypoint.types import Metrics, PairBatch, merge
 
 

@@ -1,6 +1,7 @@
 """Two runs compared: what differs in config and packages, and the first place in which they part.
 
-Owns: finding the rollout and the token behind a difference, in `rollouts/`. Must not know: how it is shown.
+Owns: the digests of what a step trained on, and finding the rollout and the token behind a difference, in `rollouts/`.
+Must not know: how it is shown.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+from torch import Tensor
+
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import Change, Difference, RunState, changes, first_difference
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.resume import is_free
-from rallypoint.run.rollouts import read_rollouts
+from rallypoint.run.rollouts import StepRollouts, read_rollouts
+from rallypoint.types import ActorBatch, Sequences
 
 _COLUMNS: Mapping[str, Sequence[str]] = {
     "prompts": ("prompt_ids",),
@@ -121,3 +127,32 @@ def _token(row: Mapping[str, Any], column: str, place: int) -> str:
     trained = row.get("old_logprobs") or ()
     beside = f", {trained[place]:.4f} by the trainer" if place < len(trained) else ""
     return f"id {values[place]} with logprob {row['rollout_logprobs'][place]:.4f}{beside}"
+
+
+def digests_of(rollouts: StepRollouts | None, learned: Sequences | None) -> dict[str, str]:
+    """Return a digest of each part of a step's batch, in the order in which the parts come to be.
+
+    Args:
+        rollouts: what was sampled; None in a step that trains on files.
+        learned: what the actor learned from.
+    """
+    parts: dict[str, tuple[Tensor, ...]] = {}
+    rows = learned if rollouts is None else rollouts.rows
+    if rows is not None:
+        place = torch.arange(rows.num_tokens) - rows.offsets[:-1][rows.row_of_token]
+        is_prompt = place < rows.num_prompt_tokens[rows.row_of_token]
+        parts["prompts"] = (rows.prompt_index, rows.tokens[is_prompt])
+        parts["tokens"] = (rows.tokens, rows.loss_mask)
+    if rollouts is not None:
+        parts["logprobs"] = (rollouts.rows.rollout_logprobs,)
+        parts["scores"] = (rollouts.scored.batch.token_rewards,)
+    if isinstance(learned, ActorBatch):
+        parts["advantages"] = (learned.advantages,)
+    return {name: _digest(tensors) for name, tensors in parts.items()}
+
+
+def _digest(tensors: tuple[Tensor, ...]) -> str:
+    found = xxhash.xxh3_64()
+    for tensor in tensors:
+        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()

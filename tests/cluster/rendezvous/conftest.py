@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
+from rallypoint.cluster.rendezvous.etcd import EtcdClient
 
 LEASE_S = 1.0
 INSTALL_ETCD = "there is no etcd server here: apt-get install etcd-server"

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
-from rallypoint.cluster.rendezvous.etcd import EtcdRooms
-from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
+from rallypoint.cluster.rendezvous.etcd import EtcdClient, EtcdRooms
 from rallypoint.cluster.rendezvous.tcp import TcpRooms
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 

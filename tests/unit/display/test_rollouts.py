@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rallypoint.display.rollouts import choose, print_rollouts
-from rallypoint.display.runs import print_runs
+from rallypoint.cli.runs import choose, print_rollouts, print_runs
 from rallypoint.run.overview import Overview
 
 

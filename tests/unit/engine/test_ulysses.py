@@ -7,10 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.forward import trained_positions
+from rallypoint.engine.forward import TokenSlice, trained_positions
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.norm import replace_norms
-from rallypoint.models.ulysses import TokenSlice
 from rallypoint.parallel import DeviceMesh, Solo
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rallypoint.cluster.rendezvous.etcd_client import EtcdClient
-from rallypoint.environments.sandbox.remote import Remote
+from rallypoint.cluster.rendezvous.etcd import EtcdClient
+from rallypoint.environments.sandbox.choose import Remote
 from rallypoint.environments.shipped.judge import Endpoint
 
 CLIENTS = {

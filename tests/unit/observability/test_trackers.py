@@ -8,9 +8,10 @@ from pathlib import Path
 
 from heard import heard
 
+from rallypoint.config.other_projects import other_projects
 from rallypoint.journal import Ending, RolesStarted, RunBegan, RunEnded, Shown, StepDone, Validated
+from rallypoint.observability.tracker_clients import as_in_verl
 from rallypoint.observability.trackers import Tracked, Trackers, find_tracker_problem
-from rallypoint.observability.verl_names import VERL_NAMES, as_in_verl
 from rallypoint.run import MetricsLog, read_metrics
 
 LONG_S = 60.0
@@ -212,8 +213,9 @@ def test_a_table_and_a_picture_go_the_same_way_and_metrics_by_the_names_that_are
 
 def test_no_two_metrics_get_one_name_of_verls():
     ours = ["actor/entropy", "actor/grad_norm", "actor/lr", "critic/grad_norm", "critic/lr", "actor/loss"]
-    assert len(set(VERL_NAMES.values())) == len(VERL_NAMES)
-    assert not set(VERL_NAMES.values()) & {*ours, *VERL_NAMES}
+    names = other_projects().verl.metrics
+    assert len(set(names.values())) == len(names)
+    assert not set(names.values()) & {*ours, *names}
 
 
 def test_names_of_a_validation_tell_all_responses_from_some_of_them_as_verl_does():

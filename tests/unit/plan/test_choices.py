@@ -11,7 +11,7 @@ from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.config.load import AUTOMATICALLY, THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.plan import make_plan
-from rallypoint.plan.choices import activations_bytes, choose
+from rallypoint.plan.run_plan import activations_bytes, choose
 
 GIB = 2**30
 OPEN = ("cluster.pools=null",)

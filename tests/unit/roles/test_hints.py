@@ -4,8 +4,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import EncodedPrompts, Example, Message, make_digits_tokenizer
-from rallypoint.roles.hints import Hints, said_of
-from rallypoint.roles.hints import shown as with_prompts
+from rallypoint.roles.teacher import Hints, said_of
+from rallypoint.roles.teacher import shown as with_prompts
 from rallypoint.types import Sequences
 
 

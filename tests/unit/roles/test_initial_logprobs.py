@@ -12,7 +12,7 @@ from heard import heard
 from rallypoint.config import load_config
 from rallypoint.data import Conversations, Rows, StreamedRows, encode_rows, load_conversations, make_digits_tokenizer
 from rallypoint.roles.examples import ExampleSource
-from rallypoint.roles.initial_logprobs import InitialLogprobs
+from rallypoint.roles.reference import InitialLogprobs
 
 KEYS = ("model.create={}", "data.train=unread.jsonl", "data.num_examples=4", "trainer.num_epochs=null")
 

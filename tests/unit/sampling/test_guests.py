@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.errors import BusyError, GenerationError, WorkerDiedError, WorkerError
 from rallypoint.generation import Output, Request, SamplingParams
-from rallypoint.sampling.guests import GuestRequests
+from rallypoint.recipes.endpoint import GuestRequests
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
 

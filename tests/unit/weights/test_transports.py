@@ -11,10 +11,11 @@ import torch
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import MembershipLostError, PeerFailedError, PublishError, RallyError, WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import broadcast, same_node, share
+from rallypoint.weights import same_node, share
 from rallypoint.weights.endpoints import Receiver, Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
 from rallypoint.weights.transfer import Participant, TransferPlan
+from rallypoint.weights.transports import join_broadcast
 
 WHOLE = {
     "matrix": torch.randn(40, 24, generator=torch.Generator().manual_seed(0)),
@@ -101,7 +102,7 @@ def rendezvous():
         yield rendezvous
 
 
-@pytest.fixture(params=[same_node.join, broadcast.join], ids=["memory", "broadcast"])
+@pytest.fixture(params=[same_node.join, join_broadcast], ids=["memory", "broadcast"])
 def make(request, rendezvous):
     """Make a company, which leaves at the end of the test."""
     made, numbers = [], itertools.count()

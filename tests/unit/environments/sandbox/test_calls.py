@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.environments.sandbox import Limits
-from rallypoint.environments.sandbox.calls import numbers
+from rallypoint.environments.sandbox.local import numbers
 
 HEADERS = {
     "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
@@ -30,7 +30,7 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel(machine):
 
 ALONE = """
 import contextlib, os, socket, sys
-from rallypoint.environments.sandbox.calls import call_filter
+from rallypoint.environments.sandbox.local import call_filter
 from rallypoint.environments.sandbox.inside import call_only, libc
 libc.prctl(38, 1, 0, 0, 0)
 call_only(call_filter())

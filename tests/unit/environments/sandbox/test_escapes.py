@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.environments.sandbox import Limits, Ran, SandboxError, open_sandbox
-from rallypoint.environments.sandbox.choose import first_that_holds, local_tiers, probe
+from rallypoint.environments.sandbox.choose import Remote, first_that_holds, local_tiers, probe
 from rallypoint.environments.sandbox.local import Interpreter, Landlock
-from rallypoint.environments.sandbox.remote import Remote
 from rallypoint.environments.shipped.code import run_tests
 
 SECRET = "a-secret-of-the-parent"
