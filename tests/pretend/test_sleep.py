@@ -7,7 +7,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine
-from rallypoint.engine.sleeper import Sleeper
+from rallypoint.engine.offload import Sleeper
 from rallypoint.model_files import load_policy
 
 DEVICE = torch.device("pretend:0")

@@ -20,11 +20,10 @@ from torch import Tensor
 from rallypoint.algorithms import Denominator
 from rallypoint.config import Activations, OptimizerConfig
 from rallypoint.data.packing import pack_groups, pad_rows
-from rallypoint.engine.activations import Checkpoints
 from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
+from rallypoint.engine.offload import Checkpoints, Sleeper
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.engine.sleeper import Sleeper
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.types import Last, Mean, Metrics, PerToken, Sequences, merge, token_index

@@ -28,9 +28,8 @@ from transformers.modeling_layers import GenericForTokenClassification
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
 from rallypoint.model_files.adapters import adapters_of, fill_adapters
-from rallypoint.model_files.fit import fit
+from rallypoint.model_files.load_checks import check_agreement, check_finite, fit, make_sketch
 from rallypoint.model_files.locate import explained, find_weights, read_config, read_generation_config
-from rallypoint.model_files.packing_check import check_agreement, check_finite, make_sketch
 from rallypoint.model_files.reader import TensorFiles
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.shard import ModelShard, allocate, build

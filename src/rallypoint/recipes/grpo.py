@@ -8,8 +8,8 @@ from typing import Self
 
 from rallypoint.algorithms import Advantage, weigh
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_controller_of, mask_of
-from rallypoint.roles.actor import Actor
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, advantage_of, kl_controller_of
+from rallypoint.roles.actor import Actor, mask_of
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference
 from rallypoint.types import Metrics, merge
@@ -39,10 +39,11 @@ class GRPO(RolloutRecipe):
         batch = sampled.batch
 
         with span("judge"):
-            needed = self.actor.rows_to_judge(batch, self.advantage, mask_of(self.config))
-            old, reference = await gather(self.actor.old_logprobs(batch, needed), self.reference.logprobs(batch))
+            old, reference = await gather(
+                self.actor.old_logprobs(batch, self.advantage), self.reference.logprobs(batch)
+            )
             batch = batch.judged(old_logprobs=old, reference_logprobs=reference)
-            judged = check_judged(batch, self.config.checks, needed)
+            judged = check_judged(batch, self.config.checks)
 
         with span("weigh"):
             kl, mask = self.kl.now, mask_of(self.config)

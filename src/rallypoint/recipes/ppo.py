@@ -8,8 +8,8 @@ from typing import Self
 
 from rallypoint.algorithms import ClippedValueLoss, weigh_valued
 from rallypoint.observability import span
-from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_controller_of, mask_of
-from rallypoint.roles.actor import Actor
+from rallypoint.recipes.recipe import RolloutRecipe, Setup, actor_loss_of, gae_of, kl_controller_of
+from rallypoint.roles.actor import Actor, mask_of
 from rallypoint.roles.critic import Critic
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.reference import Reference

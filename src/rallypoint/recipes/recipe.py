@@ -26,7 +26,6 @@ from rallypoint.algorithms import (
     OwnAdvantage,
     OwnObjective,
     PolicyObjective,
-    RowMask,
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
@@ -301,11 +300,6 @@ def advantage_of(config: RunConfig) -> Advantage:
     if section.name == "gdpo":
         parameters["weights"] = config.reward.weights
     return ADVANTAGES[section.name](**parameters)
-
-
-def mask_of(config: RunConfig) -> RowMask:
-    """Return which rows of a step do not train."""
-    return RowMask(truncated=config.rollout.mask_truncated, zero_variance=config.rollout.dynamic_sampling == 0)
 
 
 def gae_of(config: RunConfig) -> GAE:

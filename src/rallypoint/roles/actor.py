@@ -146,6 +146,11 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return compare(rows, at, own, None if rows.reference_logprobs is None else rows.reference_logprobs[at])
 
 
+def mask_of(config: RunConfig) -> RowMask:
+    """Return which rows of a step do not train."""
+    return RowMask(truncated=config.rollout.mask_truncated, zero_variance=config.rollout.dynamic_sampling == 0)
+
+
 _COMPARED_EVERY = 32
 """Every so many batches get both passes, to compare them; that costs a two-hundredth of a step's time."""
 
@@ -176,7 +181,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         """Return what the policy might have said in place of every trained token: [T, 1 + 2 num] float32."""
         return await per_token(self._group, ActorWorker.likeliest, batch, self._attention_cost, num)
 
-    async def old_logprobs(self, batch: Sequences, needed: Tensor | None = None) -> Tensor | None:
+    async def old_logprobs(self, batch: Sequences, advantage: Advantage | None = None) -> Tensor | None:
         """Return the logprobs before an update; None if the update's own first pass computes them.
 
         That is so when a batch is for one optimizer step. The first two batches after a start (adapters are still zero
@@ -184,11 +189,13 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
         Args:
             batch: any rows.
-            needed: [B] rows that are computed, see `rows_to_judge`; NaN stands for the others. None: all.
+            advantage: what will weigh scored rows. Those without a signal are left out if nothing else is learned: they
+                are NaN. None: all rows are computed.
         """
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
         if self._config.judges_in_update and not is_compared:
             return None
+        needed = self._rows_to_judge(batch, advantage)
         if needed is None or bool(needed.all()):
             return await self.logprobs(batch)
         old = torch.full((batch.num_tokens,), math.nan)
@@ -196,16 +203,14 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             old[needed[batch.row_of_token]] = await self.logprobs(batch.rows(needed.nonzero().flatten()))
         return old
 
-    def rows_to_judge(self, batch: ScoredBatch, advantage: Advantage, mask: RowMask) -> Tensor:
-        """Return which rows need `old_logprobs`: [B]; those without a signal do not if nothing else is learned.
-
-        If the update's own pass computes them, all do: that it agrees is compared in few batches.
-        """
+    def _rows_to_judge(self, batch: Sequences, advantage: Advantage | None) -> Tensor | None:
+        """Return which rows have a signal: [B]; None if all are computed, also where both passes are compared."""
         loss = self._loss
         learns_from_signal = isinstance(loss, ActorLoss) and loss.kl is None and loss.needs_advantage
-        if self._config.judges_in_update or not learns_from_signal:
-            return torch.ones(len(batch), dtype=torch.bool)
-        return rows_with_signal(batch, advantage, mask)
+        if advantage is None or self._config.judges_in_update or not learns_from_signal:
+            return None
+        assert isinstance(batch, ScoredBatch), "an advantage weighs scored rows"
+        return rows_with_signal(batch, advantage, mask_of(self._config))
 
     async def update(self, batch: BatchT, step: int) -> Metrics:
         """Train on the rows of a step, mini-batch by mini-batch; while a critic warms up, do nothing.

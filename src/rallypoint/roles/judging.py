@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from rallypoint.algorithms import gap_metrics, kl_penalty
@@ -126,23 +127,24 @@ def _total(metrics: Metrics, name: str) -> Mean:
     return found
 
 
-def check_judged(batch: JudgedBatch, checks: CheckConfig, needed: Tensor | None = None) -> Metrics:
+def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     """Compare rollout_logprobs with old_logprobs, and measure the KL.
 
-    A batch without old_logprobs is compared by the update, in its first pass.
+    A batch without old_logprobs is compared by the update, in its first pass. Rows that were not judged, whose
+    old_logprobs are all NaN, stay out; the engine refuses to train on one.
 
     Args:
         batch: any rows.
         checks: with the bound.
-        needed: [B] rows that were judged; None: all.
 
     Raises:
         OffPolicyError: the two disagree so much that the rollouts are of another policy; names the worst token.
     """
     if batch.old_logprobs is None:
         return Metrics()
-    mask = batch.loss_mask if needed is None else batch.loss_mask & needed[batch.row_of_token]
-    at = mask.nonzero().flatten()
+    is_known = (batch.loss_mask & ~batch.old_logprobs.isnan()).double()
+    judged = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, batch.row_of_token, is_known) > 0
+    at = (batch.loss_mask & judged[batch.row_of_token]).nonzero().flatten()
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
     metrics = compare(batch, at, batch.old_logprobs[at], reference)
     check_gap(metrics, checks)

@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine
-from rallypoint.engine.activations import Checkpoints
+from rallypoint.engine.offload import Checkpoints
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, named_weights
 

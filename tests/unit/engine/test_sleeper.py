@@ -5,7 +5,7 @@ import torch
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine
-from rallypoint.engine.sleeper import Sleeper
+from rallypoint.engine.offload import Sleeper
 from rallypoint.models import ModelShard, named_weights
 
 

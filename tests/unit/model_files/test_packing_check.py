@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from rallypoint.errors import ModelError
-from rallypoint.model_files.packing_check import check_agreement, make_sketch, sketch_of
+from rallypoint.model_files.load_checks import check_agreement, make_sketch, sketch_of
 from rallypoint.models.head import lm_head
 
 LARGE = TINY | {"vocab_size": 100_000, "intermediate_size": 50_000, "num_hidden_layers": 12}

@@ -21,7 +21,7 @@ from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.errors import ModelError, RowTooLongError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_new_reward_model, load_reward_model, merge_adapters, save_adapter, save_model
-from rallypoint.model_files.packing_check import check_agreement
+from rallypoint.model_files.load_checks import check_agreement
 from rallypoint.models import ModelShard
 from rallypoint.recipes.use import find_trained
 from rallypoint.types import Sequences

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from rallypoint.config import LoRAConfig
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.engine.sleeper import Sleeper
+from rallypoint.engine.offload import Sleeper
 from rallypoint.model_files import create_model, load_policy, reload
 from rallypoint.models import Part, named_weights
 from rallypoint.models.layers import joined

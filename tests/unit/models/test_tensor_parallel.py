@@ -19,7 +19,7 @@ from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, save_model
 from rallypoint.model_files.load import TokenClassifiers
-from rallypoint.model_files.packing_check import check_agreement
+from rallypoint.model_files.load_checks import check_agreement
 from rallypoint.models import ModelShard
 from rallypoint.models.attention import ATTENTION
 from rallypoint.models.experts import EXPERTS, replace_routers

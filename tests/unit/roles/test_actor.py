@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.algorithms import RowMask
 from rallypoint.algorithms.estimators import GRPO
 from rallypoint.cluster import Mesh, WorkerContext, WorkerGroup
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
@@ -311,25 +310,23 @@ def test_rows_without_a_signal_are_not_judged_and_their_gap_is_not_measured(cont
     worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
     actor = actor_of(config, worker, loss)
     batch = scored_rows(four_rows(worker, [0.0] * 4), [1.0, 0.0, 0.5, 0.5])
-    needed = actor.rows_to_judge(batch, ESTIMATOR, RowMask())
-    assert needed.tolist() == [True, True, False, False]
-    assert actor.rows_to_judge(batch, ESTIMATOR, RowMask(truncated=True)).tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    equal = scored_rows(four_rows(worker, [0.0] * 4), [0.5] * 4)
     whole = asyncio.run(actor.old_logprobs(batch))
     ticks.clear()
-    old = asyncio.run(actor.old_logprobs(batch, needed))
-    none = asyncio.run(actor.old_logprobs(batch, torch.zeros(4, dtype=torch.bool)))  # computes nothing
+    old = asyncio.run(actor.old_logprobs(batch, ESTIMATOR))
+    none = asyncio.run(actor.old_logprobs(equal, ESTIMATOR))  # computes nothing
+    assert len(ticks) == 2
+    masking = actor_of(alone_in_a_micro_batch("rollout.mask_truncated=true"), worker, loss)
+    masked = asyncio.run(masking.old_logprobs(batch, ESTIMATOR))  # the first row was cut off
     assert whole is not None
+    assert masked is not None
+    assert bool(masked[batch.row_of_token == 0].isnan().all())
+    assert torch.equal(masked[batch.row_of_token == 1], whole[batch.row_of_token == 1])
     assert old is not None
     assert none is not None
-    assert len(ticks) == 2
     assert torch.equal(old[:9], whole[:9])
     assert bool(old[9:].isnan().all())
-    found = check_judged(batch.judged(old_logprobs=old, reference_logprobs=None), config.checks, needed)
+    found = check_judged(batch.judged(old_logprobs=old, reference_logprobs=None), config.checks)
     assert found.scalars()["rollout/logprob_gap_mean"] == 0.0
     assert bool(none.isnan().all())
 
@@ -340,7 +337,9 @@ def test_where_other_terms_need_them_all_rows_are_judged(context, spec, more):
     loss = actor_loss_of(config)
     worker = ActorWorker(context, dataclasses.replace(spec, config=config), loss)
     batch = scored_rows(four_rows(worker, [0.0] * 4), [1.0, 0.0, 0.5, 0.5])
-    assert bool(actor_of(config, worker, loss).rows_to_judge(batch, ESTIMATOR, RowMask()).all())
+    old = asyncio.run(actor_of(config, worker, loss).old_logprobs(batch, ESTIMATOR))
+    assert old is not None
+    assert not bool(old.isnan().any())
 
 
 ESTIMATOR = GRPO(token_discount=None, whiten=False)

@@ -312,3 +312,16 @@ def _size(written: str) -> Decimal | None:
         return Decimal(whole or 0) + Decimal(above) / Decimal(below.strip() or 1) if below or whole else Decimal(above)
     except DecimalException:
         return None
+
+
+_FENCE = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+def block(text: str) -> str:
+    r"""Return what the last fenced block of a text holds, or the whole text without one.
+
+    >>> block("so:\n```python\nx = 1\n```\n")
+    'x = 1\n'
+    """
+    found = _FENCE.findall(text)
+    return found[-1] if found else text

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rallypoint.environments.sandbox import Limits, Sandbox, open_sandbox
+from rallypoint.environments.shipped.answers import block
 from rallypoint.environments.shipped.asserts import Test, Wanted, read_asserts
-from rallypoint.environments.shipped.form import block
 
 _RUN = """
 import collections, contextlib, json, sys, types

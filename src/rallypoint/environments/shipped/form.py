@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rallypoint.environments.shipped.answers import block
+
 
 def json_schema(
     data_source: str,  # noqa: ARG001 - every reward is given the same four
@@ -104,19 +106,6 @@ def length(
     """
     beyond = max(len(token_ids) - most, least - len(token_ids), 0)
     return max(0.0, 1.0 - beyond / slack) if slack else float(beyond == 0)
-
-
-_FENCE = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-
-
-def block(text: str) -> str:
-    r"""Return what the last fenced block of a text holds, or the whole text without one.
-
-    >>> block("so:\n```python\nx = 1\n```\n")
-    'x = 1\n'
-    """
-    found = _FENCE.findall(text)
-    return found[-1] if found else text
 
 
 def _no_constant(name: str) -> None:
