@@ -57,7 +57,7 @@ def test_a_new_folder_fails_until_it_has_its_place_and_an_import_that_points_up_
         "rallypoint.data",
         "rallypoint.recipes.preflight",
         "rallypoint.cli.main",
-        "rallypoint.cli.train",
+        "rallypoint.library.launch",
     ],
 )
 def test_what_checks_a_config_imports_neither_torch_nor_ray(module: str):

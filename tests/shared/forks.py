@@ -20,7 +20,7 @@ from rallypoint.cli.main import run
 def fork_context() -> ForkServerContext:
     """Return what makes such processes. The process that they come from is started with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.cli.train", "frozen"])
+    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.library.launch", "frozen"])
     return context
 
 

@@ -10,14 +10,26 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperCommand
 
 from rallypoint import __version__
 from rallypoint.cli.engines import engine_app
-from rallypoint.errors import RallyError
+from rallypoint.cli.use import chat, evaluate, export, serve
+from rallypoint.errors import (
+    ConfigError,
+    DataError,
+    ExportError,
+    ModelError,
+    RallyError,
+    ResumeError,
+    RewardError,
+    RunFolderError,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -84,9 +96,10 @@ def train(
         print_plan(recipe, overrides or [], on=on, resume=resume, from_step=from_step)
         return
     with _shown("reading the config"):
-        from rallypoint.cli.train import train as run_training
+        from rallypoint.library.launch import launch
 
-    raise typer.Exit(run_training(recipe, overrides or [], resume=resume, from_step=from_step))
+    _, finished = launch(recipe, overrides or [], Console(), resume=resume, from_step=from_step)
+    raise typer.Exit(0 if finished else 130)
 
 
 @app.command(cls=_TakesKeys)
@@ -179,18 +192,6 @@ def recipes() -> None:
     print_recipes()
 
 
-def _temperature(value: float) -> float:
-    from rallypoint.config.limits import MIN_TEMPERATURE
-
-    if 0 < value < MIN_TEMPERATURE:
-        raise typer.BadParameter(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}; logits are divided by it")
-    return value
-
-
-Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_temperature, help="0 is greedy.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder.")]
-
-
 @app.command(name="check-reward", cls=_TakesKeys)
 def check_reward(
     recipe: Config,
@@ -198,143 +199,13 @@ def check_reward(
     max_rows: Annotated[int, typer.Option(min=2, help="Rows of the training data whose right answers are tried.")] = 64,
 ) -> None:
     """Try a run's reward on right, empty, huge, repeated, truncated and adversarial answers."""
-    from rallypoint.cli.train import check_reward as run_check
+    from rallypoint.cli.check_reward import check_reward as run_check
 
     raise typer.Exit(run_check(recipe, overrides or [], max_rows=max_rows))
 
 
-@app.command(name="eval")
-def evaluate(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
-    ],
-    data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
-    reward: Annotated[
-        str | None, typer.Option(help="file.py:function; by default the run's own, if it ships or you started the run.")
-    ] = None,
-    temperature: Temperature = 1.0,
-    num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,
-    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Score a checkpoint on a data set."""
-    from rallypoint.cli.use import evaluate as run_evaluation
-
-    run_evaluation(
-        checkpoint,
-        data,
-        trust_remote_code=trust_remote_code,
-        reward=reward,
-        temperature=temperature,
-        num_samples=num_samples,
-        max_response_tokens=max_response_tokens,
-        max_prompts=max_prompts,
-        seed=seed,
-    )
-
-
-@app.command()
-def chat(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
-    ],
-    temperature: Temperature = 0.0,
-    max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Talk to a checkpoint."""
-    from rallypoint.cli.use import chat as run_chat
-
-    run_chat(
-        checkpoint,
-        trust_remote_code=trust_remote_code,
-        temperature=temperature,
-        max_response_tokens=max_response_tokens,
-        seed=seed,
-    )
-
-
-@app.command()
-def export(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or an adapter.")],
-    to: Annotated[str, typer.Argument(metavar="TO", help="A new or empty folder.")],
-    merge: Annotated[
-        bool | None,
-        typer.Option("--merge/--adapter", help="With LoRA: a whole model (the default), or the adapter alone."),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Write a trained model as an ordinary Hugging Face folder."""
-    from rallypoint.cli.use import export as run_export
-
-    run_export(checkpoint, to, trust_remote_code=trust_remote_code, merge=merge)
-
-
-@app.command()
-def serve(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
-    ],
-    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(envvar="RALLYPOINT_API_KEY", help="Callers must have it; may be given several times."),
-    ] = None,
-    max_concurrency: Annotated[
-        int, typer.Option(min=1, max=65_536, help="Responses under way at once; beyond: 429.")
-    ] = 256,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request; beyond: 413.")] = 4 * 2**20,
-    max_logprobs: Annotated[
-        int, typer.Option(min=0, help="Likeliest tokens of each place that prompt_logprobs may ask for; beyond: 400.")
-    ] = 20,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")
-    ] = None,
-    cache_tokens: Annotated[
-        int,
-        typer.Option(min=64, max=2**40, help="Prompts and responses at once; decides the memory for keys and values."),
-    ] = 65_536,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Bit-identical whatever else is in the batch, as rollout.exact; several times slower."
-        ),
-    ] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
-    on_load: Annotated[
-        Literal["keep", "recompute"],
-        typer.Option(help="On new weights, keep the cached keys and values of running responses, or recompute them."),
-    ] = "keep",
-    grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Answer over HTTP, as OpenAI's chat and completions API does."""
-    from rallypoint.cli.use import serve as run_server
-
-    run_server(
-        checkpoint,
-        trust_remote_code=trust_remote_code,
-        host=host,
-        port=port,
-        keys=tuple(api_key or ()),
-        max_concurrency=max_concurrency,
-        max_body_bytes=max_body_bytes,
-        max_logprobs=max_logprobs,
-        dtype=dtype,
-        cache_tokens=cache_tokens,
-        exact=exact,
-        follow=follow,
-        on_load=on_load,
-        grace_s=grace_s,
-    )
-
-
+for command, name in ((evaluate, "eval"), (chat, "chat"), (export, "export"), (serve, "serve")):
+    app.command(name=name)(command)
 app.add_typer(engine_app, name="engine")
 
 
@@ -376,14 +247,22 @@ def _leave_at_once_if_held(end: SystemExit) -> None:
         os._exit(status)
 
 
+WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, ResumeError, RewardError, RunFolderError)
+
+
+def report(error: RallyError) -> int:
+    """Print an error and return the exit status: 2 for wrong input, 1 for everything else."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(str(error))}")
+    return 2 if isinstance(error, WRONG_INPUT) else 1
+
+
 def _run() -> None:
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
     except RallyError as error:
-        from rallypoint.cli.report import report
-
         sys.exit(report(error))
     except BrokenPipeError:
         # The reader of a pipe (`rally config digits | head`) has closed it; nothing more may be written.

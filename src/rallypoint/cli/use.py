@@ -1,4 +1,7 @@
-"""`rally eval`, `rally chat`, `rally export` and `rally serve`: what is done with a trained model."""
+"""`rally eval`, `rally chat`, `rally export` and `rally serve`: what is done with a trained model.
+
+What takes time to import is imported when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,51 @@ import io
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.environments.failures import describe_failures
 from rallypoint.errors import ModelError, ServingError
 from rallypoint.extras import why_not
-from rallypoint.recipes.export import export as export_to
-from rallypoint.recipes.use import Conversation, find_trained
-from rallypoint.recipes.use import evaluate as score
+
+
+def _temperature(value: float) -> float:
+    from rallypoint.config.limits import MIN_TEMPERATURE
+
+    if 0 < value < MIN_TEMPERATURE:
+        raise typer.BadParameter(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}; logits are divided by it")
+    return value
+
+
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, callback=_temperature, help="0 is greedy.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder.")]
 
 
 def evaluate(
-    checkpoint: str,
-    data: Sequence[str],
-    *,
-    trust_remote_code: bool,
-    reward: str | None,
-    temperature: float,
-    num_samples: int,
-    max_response_tokens: int | None,
-    max_prompts: int | None,
-    seed: int,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
+    data: Annotated[list[str], typer.Argument(metavar="DATA", help="Parquet or jsonl files.")],
+    reward: Annotated[
+        str | None, typer.Option(help="file.py:function; by default the run's own, if it ships or you started the run.")
+    ] = None,
+    temperature: Temperature = 1.0,
+    num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Print the mean score and the best and worst response."""
+    """Score a checkpoint on a data set."""
+    from rallypoint.environments.failures import describe_failures
+    from rallypoint.recipes.use import evaluate as score
+    from rallypoint.recipes.use import find_trained
+
     console = Console(highlight=False)
     trained, began = find_trained(checkpoint, trust_remote_code=trust_remote_code), time.monotonic()
     result = score(
@@ -64,8 +83,19 @@ def evaluate(
         console.print(escape(describe_failures(result.failures)), soft_wrap=True)
 
 
-def chat(checkpoint: str, *, trust_remote_code: bool, temperature: float, max_response_tokens: int, seed: int) -> None:
-    """Read lines, print answers as they are sampled; an empty line begins anew, end of input ends."""
+def chat(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
+    temperature: Temperature = 0.0,
+    max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Talk to a checkpoint."""
+    from rallypoint.recipes.use import Conversation, find_trained
+
+    # Lines are read, and answers printed as they are sampled; an empty line begins anew, the end of input ends.
     console = Console(highlight=False)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no text
@@ -93,8 +123,19 @@ def chat(checkpoint: str, *, trust_remote_code: bool, temperature: float, max_re
         console.print()
 
 
-def export(checkpoint: str, to: str, *, trust_remote_code: bool, merge: bool | None) -> None:
-    """Write a model or an adapter, and say what opens it."""
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or an adapter.")],
+    to: Annotated[str, typer.Argument(metavar="TO", help="A new or empty folder.")],
+    merge: Annotated[
+        bool | None,
+        typer.Option("--merge/--adapter", help="With LoRA: a whole model (the default), or the adapter alone."),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a trained model as an ordinary Hugging Face folder."""
+    from rallypoint.recipes.export import export as export_to
+    from rallypoint.recipes.use import find_trained
+
     folder = Path(to).expanduser().absolute()
     trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
     export_to(trained, folder, merge=merge)
@@ -102,39 +143,59 @@ def export(checkpoint: str, to: str, *, trust_remote_code: bool, merge: bool | N
     Console(highlight=False).print(f"{opens}.from_pretrained opens {escape(str(folder))}", soft_wrap=True)
 
 
-def _printable(text: str) -> str:
-    """Drop what would steer the terminal: a model's output is not trusted."""
-    return "".join(character for character in text if character.isprintable() or character in "\n\t")
-
-
 def serve(
-    checkpoint: str,
-    *,
-    trust_remote_code: bool,
-    host: str,
-    port: int,
-    keys: tuple[str, ...],
-    max_concurrency: int,
-    max_body_bytes: int,
-    max_logprobs: int,
-    dtype: str | None,
-    cache_tokens: int,
-    exact: bool,
-    follow: bool,
-    on_load: Literal["keep", "recompute"],
-    grace_s: float,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="RALLYPOINT_API_KEY", help="Callers must have it; may be given several times."),
+    ] = None,
+    max_concurrency: Annotated[
+        int, typer.Option(min=1, max=65_536, help="Responses under way at once; beyond: 429.")
+    ] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request; beyond: 413.")] = 4 * 2**20,
+    max_logprobs: Annotated[
+        int, typer.Option(min=0, help="Likeliest tokens of each place that prompt_logprobs may ask for; beyond: 400.")
+    ] = 20,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="By default as in training, or float32.")
+    ] = None,
+    cache_tokens: Annotated[
+        int,
+        typer.Option(min=64, max=2**40, help="Prompts and responses at once; decides the memory for keys and values."),
+    ] = 65_536,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Bit-identical whatever else is in the batch, as rollout.exact; several times slower."
+        ),
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Take over newer checkpoints of the run.")] = False,
+    on_load: Annotated[
+        Literal["keep", "recompute"],
+        typer.Option(help="On new weights, keep the cached keys and values of running responses, or recompute them."),
+    ] = "keep",
+    grace_s: Annotated[float, typer.Option(min=0.0, help="Time for requests under way to end at a Ctrl-C.")] = 30.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; a second one cancels the requests that still run."""
+    """Answer over HTTP, as OpenAI's chat and completions API does."""
     try:
         from rallypoint.recipes.serve import Options, Serving
     except ImportError as error:
         raise ServingError(f"rally serve {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
+    from rallypoint.recipes.use import find_trained
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     options = Options(
         host=host,
         port=port,
-        keys=keys,
+        keys=tuple(api_key or ()),
         max_concurrency=max_concurrency,
         max_body_bytes=max_body_bytes,
         max_logprobs=max_logprobs,
@@ -153,7 +214,12 @@ def serve(
         if event == "ended":
             raise ServingError(serving.failure or "the server has ended by itself; what is printed above says why")
         console.print(f"{event}: {serving.num_running} responses under way have {grace_s:g} s to end")
-        _on_signals(lambda _: serving.give_up())
+        _on_signals(lambda _: serving.give_up())  # a second one cancels the requests that still run
+
+
+def _printable(text: str) -> str:
+    """Drop what would steer the terminal: a model's output is not trusted."""
+    return "".join(character for character in text if character.isprintable() or character in "\n\t")
 
 
 def _on_signals(do: Callable[[int], None]) -> None:

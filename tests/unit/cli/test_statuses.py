@@ -2,7 +2,7 @@
 
 import pytest
 
-from rallypoint.cli.report import report
+from rallypoint.cli.main import report
 from rallypoint.errors import ConfigError, PlacementError, RunFolderError, WorkerError
 
 

@@ -1,4 +1,4 @@
-"""`rally train`; and `rally check-reward`: what its reward makes of answers that are known to be right or wrong."""
+"""`rally check-reward`: what the reward of a run makes of answers that are known to be right or wrong."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rallypoint.library.launch import launch
 from rallypoint.recipes.check_reward import SHOWN_ROWS, Kind, Report
 from rallypoint.recipes.check_reward import check_reward as check
 from rallypoint.recipes.preflight import load_named
-
-
-def train(recipe: str, overrides: Sequence[str], *, resume: bool, from_step: int | None = None) -> int:
-    """Train, and return the exit status: 0 when all steps are done, 130 when interrupted."""
-    _, finished = launch(recipe, overrides, Console(), resume=resume, from_step=from_step)
-    return 0 if finished else 130
 
 
 def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int:
