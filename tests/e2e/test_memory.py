@@ -32,7 +32,7 @@ def test_a_run_holds_about_what_its_plan_says(runs):
     records = read_metrics(runs.folder / "held" / "metrics.jsonl")
     plan = make_plan(load_config("digits", keys).config)
     ratios = {
-        memory.role: plan.turn_memory(memory.role)
+        memory.role: plan.awake_memory(memory.role)
         / max(record.get(f"{memory.role}/memory_gib", 0.0) * 2**30 for record in records)
         for memory in plan.memory
     }

@@ -98,7 +98,7 @@ def test_rollouts_beside_training_keep_their_memory_where_the_plan_has_room_for_
     config = load_config("digits", ["cluster.device=pretend"]).config
     plan = make_plan(config)
     cache = next(memory.cache for memory in plan.memory if memory.role == "rollout")
-    turns = {memory.role: plan.turn_memory(memory.role) for memory in plan.memory}
+    turns = {memory.role: plan.awake_memory(memory.role) for memory in plan.memory}
     most = max(num_bytes + (role != "rollout") * cache for role, num_bytes in turns.items())
     enough = int(most / (1 - CACHE_MARGIN)) + 2
     for limit, keeps in ((enough, True), (enough - 2**20, False)):
@@ -109,7 +109,7 @@ def test_rollouts_beside_training_keep_their_memory_where_the_plan_has_room_for_
     kept = plan.within({"main": enough})
     for memory in plan.memory:
         beside = 0 if memory.role == "rollout" else cache
-        assert kept.turn_memory(memory.role) == turns[memory.role] + beside
+        assert kept.awake_memory(memory.role) == turns[memory.role] + beside
 
 
 @pytest.mark.parametrize(

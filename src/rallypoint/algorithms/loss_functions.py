@@ -111,10 +111,10 @@ class ActorLoss:
         is_kl_in_loss = self.kl is not None and self.kl.placement == "loss"
         return self.objective.needs_advantage and not self.entropy_coef and not is_kl_in_loss
 
-    def set_apart(self, batch: ActorBatch, seed: int) -> ActorBatch:
-        """Return all rows of a step with the tokens that the policy loss treats apart, before anything is cut."""
-        apart = self.objective.choose(batch.rollout_logprobs, batch.advantages, batch.loss_mask, seed)
-        return batch if apart is None else dataclasses.replace(batch, apart=apart)
+    def with_selected(self, batch: ActorBatch, seed: int) -> ActorBatch:
+        """Return all rows of a step with the tokens that the policy loss selects, before anything is cut."""
+        selected = self.objective.choose(batch.rollout_logprobs, batch.advantages, batch.loss_mask, seed)
+        return batch if selected is None else dataclasses.replace(batch, selected=selected)
 
     def denominator(self, batch: ActorBatch, /) -> float:
         """Return the number of trained tokens, of rows or of prompts."""
@@ -141,7 +141,7 @@ class ActorLoss:
             loss_mask=everything,
             rows=inputs.at_tokens(rows.row_of_token),
             num_rows=len(rows),
-            apart=None if rows.apart is None else inputs.at_tokens(rows.apart),
+            selected=None if rows.selected is None else inputs.at_tokens(rows.selected),
         )
         weights = None if rows.loss_weights is None else inputs.send(rows.loss_weights)[tokens.rows]
         correction, corrected = self._correct(tokens)

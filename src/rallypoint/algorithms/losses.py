@@ -82,8 +82,8 @@ class ClipCov(Clip):
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
         losses, watched = super().by_token(tokens)
-        apart = _apart(tokens)
-        return torch.where(apart, 0.0, losses), {**watched, "apart_fraction": apart}
+        selected = _selected(tokens)
+        return torch.where(selected, 0.0, losses), {**watched, "apart_fraction": selected}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,19 +116,19 @@ class KLCov(PolicyObjective):
 
     def by_token(self, tokens: PolicyTokens) -> TokenLosses:
         """See `PolicyObjective.by_token`."""
-        apart = _apart(tokens)
-        held = torch.where(apart, self.coef * tokens.log_ratio.abs(), 0.0)
-        return held - tokens.ratio * tokens.advantages, {"apart_fraction": apart}
+        selected = _selected(tokens)
+        held = torch.where(selected, self.coef * tokens.log_ratio.abs(), 0.0)
+        return held - tokens.ratio * tokens.advantages, {"apart_fraction": selected}
 
 
 def _marked(positions: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).index_fill_(0, positions, True)
 
 
-def _apart(tokens: PolicyTokens) -> Tensor:
-    if tokens.apart is None:
-        raise ValueError("nobody has chosen the tokens of this loss: see `ActorLoss.set_apart`")
-    return tokens.apart
+def _selected(tokens: PolicyTokens) -> Tensor:
+    if tokens.selected is None:
+        raise ValueError("nobody has chosen the tokens of this loss: see `ActorLoss.with_selected`")
+    return tokens.selected
 
 
 OBJECTIVES: dict[str, type[PolicyObjective]] = {

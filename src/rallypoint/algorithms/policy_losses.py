@@ -57,8 +57,8 @@ class PolicyTokens:
     """The row of each token, from 0."""
     num_rows: int
     """Rows, with those that have no token here."""
-    apart: Bool[Tensor, " T"] | None = None
-    """True at tokens that the loss treats apart, see `PolicyObjective.choose`; None if it has none."""
+    selected: Bool[Tensor, " T"] | None = None
+    """True at tokens that the loss treats in another way, see `PolicyObjective.choose`; None if it has none."""
 
     def masked(self) -> PolicyTokens:
         """Return the same with zeros where no token is trained, so that nothing of them leaks."""
@@ -136,7 +136,7 @@ class PolicyObjective(abc.ABC):
     def choose(
         self, logprobs: Float[Tensor, " T"], advantages: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"], seed: int
     ) -> Bool[Tensor, " T"] | None:
-        """Return which tokens of a whole step, with the sampler's logprobs, are to be `PolicyTokens.apart`; or None."""
+        """Return which tokens of a whole step, with the sampler's logprobs, are `PolicyTokens.selected`; or None."""
         del logprobs, advantages, loss_mask, seed
         return None
 

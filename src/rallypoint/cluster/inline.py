@@ -74,7 +74,7 @@ class InlineProcess:
         self.roles: dict[str, int] = {}
         self.pool, self._runtime = pool, runtime
         self._calls: queue.SimpleQueue[tuple[InlinePending, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._under_way: InlinePending | None = None
+        self._running: InlinePending | None = None
         self._lock = threading.Lock()
         self._death: Callable[[Invocation], WorkerDiedError] | None = None
         self.thread = threading.Thread(target=self._run, name=f"{pool.name}-{index}", daemon=True)
@@ -130,7 +130,7 @@ class InlineProcess:
             if self._death is not None:
                 return
             self._death = death
-            left = [] if self._under_way is None else [self._under_way]
+            left = [] if self._running is None else [self._running]
             with contextlib.suppress(queue.Empty):
                 while True:
                     if (submitted := self._calls.get_nowait()) is not None:
@@ -152,15 +152,15 @@ class InlineProcess:
 
     def _run(self) -> None:
         while (submitted := self._calls.get()) is not None:
-            self._under_way, call = submitted
+            self._running, call = submitted
             try:
-                _settle(self._under_way, call())
+                _settle(self._running, call())
             except SystemExit as asked:
                 why = f"it asked its process to end: sys.exit({asked.code!r})"
-                self.kill(self._under_way.invocation.died(why, self.info))
+                self.kill(self._running.invocation.died(why, self.info))
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
-                _settle(self._under_way, error=error)
-            self._under_way = None
+                _settle(self._running, error=error)
+            self._running = None
 
 
 def _settle(pending: InlinePending, result: Any = None, error: BaseException | None = None) -> None:

@@ -56,7 +56,7 @@ class Verl(_Read):
     sft_on_too_long: Words
     sft_unneeded: Words
     reward_words: frozenset[str]
-    sections_apart: tuple[str, ...]
+    ambiguous: tuple[str, ...]
     metrics: Words
 
 

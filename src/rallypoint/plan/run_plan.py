@@ -40,7 +40,7 @@ class RunPlan:
     memory: tuple[RoleMemory, ...]
     """Empty when one of the models is not known."""
 
-    def turn_memory(self, role: RoleName) -> int:
+    def awake_memory(self, role: RoleName) -> int:
         """Return the bytes that a process holds at its peak while a role has its turn, other roles' among them."""
         mine = next(memory for memory in self.memory if memory.role == role)
         others = (memory.held for memory in self.memory if memory.pool == mine.pool and memory.role != role)
@@ -72,18 +72,18 @@ class RunPlan:
         others: list[RoleName] = [
             other.role for other in self.memory if other.pool == memory.pool and other.role != memory.role
         ]
-        left = int(rooms[memory.pool] * (1 - CACHE_MARGIN)) - max(map(self.turn_memory, others), default=0)
+        left = int(rooms[memory.pool] * (1 - CACHE_MARGIN)) - max(map(self.awake_memory, others), default=0)
         return dataclasses.replace(memory, kept_cache=memory.cache if memory.cache <= left else 0)
 
     def _fitted(self, memory: RoleMemory, room: int | None) -> RoleMemory:
         if room is None or memory.least_cache >= memory.cache:
             return memory
-        left = int(room * (1 - CACHE_MARGIN)) - (self.turn_memory(memory.role) - memory.cache)
+        left = int(room * (1 - CACHE_MARGIN)) - (self.awake_memory(memory.role) - memory.cache)
         return dataclasses.replace(memory, cache=max(memory.least_cache, min(memory.cache, left)))
 
     def process_memory(self, pool: str) -> int:
         """Return the bytes that a process of a pool holds at its peak: roles that share it take turns."""
-        return max((self.turn_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)
+        return max((self.awake_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)
 
 
 def make_plan(config: RunConfig) -> RunPlan:

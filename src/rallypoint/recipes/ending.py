@@ -116,7 +116,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     )
     return summary.measured(
         folder.metrics,
-        predicted_memory_gib={memory.role: predicted.turn_memory(memory.role) / 2**30 for memory in predicted.memory},
+        predicted_memory_gib={memory.role: predicted.awake_memory(memory.role) / 2**30 for memory in predicted.memory},
         num_warmup_steps=config.num_warmup_steps,
         watched=config.watched,
         text_of=_text_of(found[-1], config) if found else None,

@@ -224,7 +224,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         if step <= self._config.num_frozen_steps:
             return Metrics({"actor/num_tokens": Sum(0)})
         self.is_published.clear()
-        batches = self.cut(self._set_apart(batch, step), step)
+        batches = self.cut(self._with_selected(batch, step), step)
         if isinstance(batch, ActorBatch) and batch.old_logprobs is None and len(batches.parts) > 1:
             raise ValueError(
                 f"a batch for {len(batches.parts)} optimizer steps needs old_logprobs, which are None: judge it first"
@@ -236,11 +236,11 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         self.version += len(batches.parts)
         return merge(metrics, self._counted(batches, computed, metrics)).prefixed("actor")
 
-    def _set_apart(self, batch: BatchT, step: int) -> BatchT:
+    def _with_selected(self, batch: BatchT, step: int) -> BatchT:
         """Let the loss choose tokens of the whole step; see `PolicyObjective.choose`."""
         if not isinstance(self._loss, ActorLoss) or not isinstance(batch, ActorBatch):
             return batch
-        return cast("BatchT", self._loss.set_apart(batch, self._config.seed * 1_000_003 + step))
+        return cast("BatchT", self._loss.with_selected(batch, self._config.seed * 1_000_003 + step))
 
     def _learns(self, part: BatchT) -> Tensor:
         """Return which rows of a mini-batch have a gradient."""

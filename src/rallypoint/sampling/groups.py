@@ -111,7 +111,7 @@ class Groups:
         self._not_counted: set[int] = set()
         """Those of the dropped that no step has counted yet."""
         self._next = done.oldest
-        self._under_way: dict[int, None] = {}  # an ordered set, as the next one
+        self._in_flight: dict[int, None] = {}  # an ordered set, as the next one
         self._complete: dict[int, None] = {}
         self._picked: list[int] = []
         self._versions: list[int] = []
@@ -123,14 +123,14 @@ class Groups:
         return PromptsDone(self.num_taken, self._oldest, tuple(sorted(self._ahead)))
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Groups that were admitted, and neither taken nor dropped."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     @property
     def replaced(self) -> list[int]:
         """Groups that were dropped for the next step, in order; those behind its groups count for later ones."""
-        last = max([*self._under_way][: self._num_prompts], default=-1)
+        last = max([*self._in_flight][: self._num_prompts], default=-1)
         return sorted(index for index in self._not_counted if index < last)
 
     def count_replaced(self) -> list[int]:
@@ -142,7 +142,7 @@ class Groups:
     @property
     def all_are_complete(self) -> bool:
         """Whether `complete` was called of all groups under way."""
-        return len(self._complete) == len(self._under_way)
+        return len(self._complete) == len(self._in_flight)
 
     def loaded(self, version: int) -> None:
         """Note that the ranks have new weights, which were trained on all groups taken so far."""
@@ -154,9 +154,9 @@ class Groups:
         most = self._num_released + self._num_slots
         most = most if self._limit is None else min(most, self._limit)
         admitted: list[int] = []
-        while self.num_taken + len(self._under_way) < most:
+        while self.num_taken + len(self._in_flight) < most:
             if self._next not in self._ahead:
-                self._under_way[self._next] = None
+                self._in_flight[self._next] = None
                 admitted.append(self._next)
             self._next += 1
         return admitted
@@ -170,7 +170,7 @@ class Groups:
 
     def complete(self, index: int) -> None:
         """Note that a group can be trained on."""
-        assert index in self._under_way, "a group that was admitted, and neither taken nor dropped"
+        assert index in self._in_flight, "a group that was admitted, and neither taken nor dropped"
         self._complete[index] = None
 
     def is_complete(self, index: int) -> bool:
@@ -183,7 +183,7 @@ class Groups:
         In order of admission they are known before they are complete, unless one may still be dropped.
         """
         if self._window == 1 and not self._drops_ahead:
-            first = tuple(self._under_way)[: self._num_prompts]
+            first = tuple(self._in_flight)[: self._num_prompts]
             return first if len(first) == self._num_prompts else None
         while len(self._picked) < self._num_prompts and (found := self._pick()) is not None:
             self._picked.append(found)
@@ -191,7 +191,7 @@ class Groups:
 
     def _pick(self) -> int | None:
         """Return the oldest complete group in the window, which is anchored at the oldest group not taken."""
-        left = sorted(self._under_way.keys() - set(self._picked))
+        left = sorted(self._in_flight.keys() - set(self._picked))
         places = range(left[0], left[0] + self._window) if left else range(0)
         num_dropped = sum(index in self._dropped for index in places)  # they have no place
         return next((one for one in left if one in self._complete and one < places.stop + num_dropped), None)
@@ -217,7 +217,7 @@ class Groups:
 
     def _end(self, indices: Sequence[int]) -> None:
         for index in indices:
-            del self._under_way[index]
+            del self._in_flight[index]
             self._complete.pop(index, None)
             self._ahead.add(index)
         while self._oldest in self._ahead:
@@ -284,7 +284,7 @@ class OverSampledGroups(Groups):
         return max(self._ahead, default=self._oldest - 1)
 
     def _is_known(self, index: int) -> bool:
-        return index in self._ahead or index in self._under_way
+        return index in self._ahead or index in self._in_flight
 
     def admit(self) -> list[int]:
         """Return the indices of the prompts that are sampled now: new ones, or those that were overtaken.
@@ -292,18 +292,18 @@ class OverSampledGroups(Groups):
         At the end of a run overtaken ones are sampled beside new ones, so that none is left out.
         """
         overtaken, limit = self.overtaken, math.inf if self._limit is None else self._limit
-        if not self._under_way:
+        if not self._in_flight:
             self._takes_overtaken = len(overtaken) >= self._num_prompts
             self._next = self._newest_done + 1
         num_sampled = self._num_prompts if self._takes_overtaken else self._num_sampled
         most = min(self._num_released + num_sampled, limit)
         admitted: list[int] = []
-        while (count := self.num_taken + len(self._under_way)) < most:
+        while (count := self.num_taken + len(self._in_flight)) < most:
             if overtaken and (self._takes_overtaken or limit - count <= len(overtaken)):
                 index = overtaken.pop(0)
             else:
                 index, self._next = self._next, self._next + 1
-            self._under_way[index] = None
+            self._in_flight[index] = None
             admitted.append(index)
         return admitted
 
@@ -319,8 +319,8 @@ class OverSampledGroups(Groups):
 
     def abort(self, kept: Sequence[int]) -> list[int]:
         """Give up all groups under way but these, and return them; they are admitted again in a later step."""
-        aborted = [index for index in self._under_way if index not in kept]
+        aborted = [index for index in self._in_flight if index not in kept]
         for index in aborted:
-            del self._under_way[index]
+            del self._in_flight[index]
             self._complete.pop(index, None)
         return aborted

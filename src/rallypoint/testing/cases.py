@@ -39,8 +39,8 @@ class Case:
     """[T] the reward that arrives with each token."""
     values: tuple[float, ...]
     """[T] of a critic."""
-    apart: tuple[bool, ...]
-    """[T] True at tokens that the loss treats apart."""
+    selected: tuple[bool, ...]
+    """[T] True at tokens that the loss selects."""
     component_names: tuple[str, ...] = ("score", "length")
     """Names of the rewards, as `Rewards.components` has them; none for a run whose reward is one function."""
 
@@ -69,14 +69,14 @@ class Case:
             loss_mask=torch.tensor(self.mask, dtype=torch.bool),
             rows=torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64)),
             num_rows=len(self.lengths),
-            apart=torch.tensor(self.apart, dtype=torch.bool),
+            selected=torch.tensor(self.selected, dtype=torch.bool),
         )
 
-    def set_apart(self, objective: PolicyObjective) -> Case:
-        """Return the batch with the tokens that a loss treats apart; it chooses them from the whole of it."""
+    def with_selected(self, objective: PolicyObjective) -> Case:
+        """Return the batch with the tokens that a loss selects; it chooses them from the whole of it."""
         tokens = self.tokens()
-        apart = objective.choose(tokens.rollout_logprobs, tokens.advantages, tokens.loss_mask, 0)
-        return self if apart is None else dataclasses.replace(self, apart=tuple(apart.tolist()))
+        selected = objective.choose(tokens.rollout_logprobs, tokens.advantages, tokens.loss_mask, 0)
+        return self if selected is None else dataclasses.replace(self, selected=tuple(selected.tolist()))
 
     def earned(self, *, dtype: torch.dtype = torch.float64) -> Rewards:
         """Return what advantages take."""
@@ -117,7 +117,7 @@ class Case:
 
 
 _BY_ROW = ("lengths", "groups")
-_BY_TOKEN = ("mask", "logprobs", "old", "rollout", "advantages", "rewards", "values", "apart")
+_BY_TOKEN = ("mask", "logprobs", "old", "rollout", "advantages", "rewards", "values", "selected")
 """Fields of a `Case` by what their numbers belong to."""
 
 
@@ -144,7 +144,7 @@ def make_case(
         advantages=tuple(a for a, length in zip(row_advantages, lengths, strict=True) for _ in range(length)),
         rewards=tuple(source.randint(-2, 6) / 4 if is_trained else 0.0 for is_trained in mask),
         values=tuple(source.gauss(0.0, 1.0) for _ in range(num_tokens)),
-        apart=(False,) * num_tokens,
+        selected=(False,) * num_tokens,
     )
 
 

@@ -84,7 +84,7 @@ def check_objective(
     """
     for name, case in cases.items():
         with About(name):
-            _check_objective(objective, formula, case.set_apart(objective), name, by_row=by_row)
+            _check_objective(objective, formula, case.with_selected(objective), name, by_row=by_row)
 
 
 def check_advantage(

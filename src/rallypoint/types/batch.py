@@ -200,8 +200,8 @@ class ActorBatch(Sequences):
     """[T] float32."""
     loss_weights: Tensor | None = per_row(optional=True)
     """[B] float64: weight of each trained token of a row in the loss; None is 1 for all."""
-    apart: Tensor | None = per_token(optional=True)
-    """[T] bool: True at tokens that the policy loss treats apart from the others; None if it treats all alike."""
+    selected: Tensor | None = per_token(optional=True)
+    """[T] bool: True at tokens that the policy loss has selected to treat in another way; None if none."""
     kl_coef: float | None = None
     """Coefficient of the KL in the loss in this step; None is that of the loss."""
 

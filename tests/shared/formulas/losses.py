@@ -149,7 +149,8 @@ def clip_cov(case: Case, new: Floats, fixed: Floats, low: float, high: float, du
     """Eq. 12 of 2505.22617: tokens that were drawn have no gradient; which they are is the batch's."""
     trained = list(itertools.chain(*case.rows))
     return [
-        0.0 if case.apart[t] else loss for t, loss in zip(trained, clip(case, new, fixed, low, high, dual), strict=True)
+        0.0 if case.selected[t] else loss
+        for t, loss in zip(trained, clip(case, new, fixed, low, high, dual), strict=True)
     ]
 
 

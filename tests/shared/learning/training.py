@@ -126,7 +126,7 @@ class _Learner:
             kl=self.kl,
             is_single_update=self.cell.num_epochs * self.cell.num_mini_batches == 1,
         )
-        batch = loss.set_apart(batch, len(self.past))
+        batch = loss.with_selected(batch, len(self.past))
         is_on_policy = True
         for _ in range(self.cell.num_epochs):
             prompts = torch.randperm(len(self.task.starts), generator=self.generator)

@@ -145,15 +145,15 @@ def test_clip_cov_draws_so_many_tokens_whose_covariance_is_within_its_bounds_and
 def test_at_least_one_token_is_chosen_and_none_where_no_rollout_is_better_than_another(which):
     objective, _ = loss_of(which)
     tiny = dataclasses.replace(objective, fraction=1e-9)
-    assert sum(CASES["usual"].set_apart(tiny).apart) == 1
-    assert not any(CASES["no advantage"].set_apart(objective).apart)
-    assert not any(CASES["nothing trained"].set_apart(objective).apart)
+    assert sum(CASES["usual"].with_selected(tiny).selected) == 1
+    assert not any(CASES["no advantage"].with_selected(objective).selected)
+    assert not any(CASES["nothing trained"].with_selected(objective).selected)
 
 
 def test_a_loss_whose_tokens_nobody_has_chosen_says_so():
     objective, _ = loss_of("kl cov")
     with pytest.raises(ValueError, match="nobody has chosen the tokens"):
-        objective(dataclasses.replace(CASES["usual"].tokens(), apart=None))
+        objective(dataclasses.replace(CASES["usual"].tokens(), selected=None))
 
 
 def advantage_of(which):

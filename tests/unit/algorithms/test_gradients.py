@@ -221,7 +221,7 @@ def test_on_policy_every_loss_has_the_gradient_of_minus_advantage_times_logprob(
         loss_mask=torch.ones(4, dtype=torch.bool),
         rows=torch.tensor([0, 0, 1, 1]),
         num_rows=2,
-        apart=torch.tensor([name == "kl_cov", False, False, False]),
+        selected=torch.tensor([name == "kl_cov", False, False, False]),
     )
     loss = OBJECTIVES[name](**parameters.get(name, {}))(tokens)
     loss.sum.backward()

@@ -232,10 +232,10 @@ def test_roles_that_sleep_hold_nothing_while_others_have_their_turn(here: Path):
     awake = make_plan(load("cluster.device=cuda"))
     asleep = make_plan(load("cluster.device=cuda", "engine.sleep=true"))
     actor, rollout, reference, critic = asleep.memory
-    assert asleep.turn_memory("actor") == actor.total == awake.memory[0].total
+    assert asleep.awake_memory("actor") == actor.total == awake.memory[0].total
     # Rollouts are sampled from the actor's weights, which wake for them alone.
-    assert asleep.turn_memory("rollout") == rollout.total + actor.weights
-    assert asleep.turn_memory("reference") == reference.total
+    assert asleep.awake_memory("rollout") == rollout.total + actor.weights
+    assert asleep.awake_memory("reference") == reference.total
     most = max(actor.total, critic.total, rollout.total + actor.weights)
     assert asleep.process_memory("main") == most < awake.process_memory("main")
 

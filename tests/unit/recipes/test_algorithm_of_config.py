@@ -87,7 +87,7 @@ COMPOSED = {
 def test_the_loss_of_a_config_is_the_same_for_every_cut(which):
     config = load_config("digits-grpo", COMPOSED[which]).config
     loss = pickle.loads(pickle.dumps(actor_loss_of(config)))
-    whole = loss.set_apart(weigh(batch(), advantage_of(config), kl=loss.kl, aggregation=config.aggregation), seed=0)
+    whole = loss.with_selected(weigh(batch(), advantage_of(config), kl=loss.kl, aggregation=config.aggregation), seed=0)
     shift = torch.tensor([0.3, -0.2, 0.1, -0.4, 0.25, 0.0, 0.05])
     total, gradient, _ = loss_of(loss, whole, shift=shift)
     parts, at = [whole.rows([0, 1]), whole.rows([2]), whole.rows([3])], [slice(0, 3), slice(3, 6), slice(6, 7)]

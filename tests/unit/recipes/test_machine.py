@@ -141,7 +141,7 @@ def test_a_cache_that_a_device_has_no_room_for_is_planned_as_large_as_what_is_le
     whole = cache_of(make_plan(config))
     plan = plan_on(config, Machine(8, 64 * GIB, (Accelerator("small", 2 * GIB),)))
     assert 2**20 < cache_of(plan) < whole
-    assert plan.turn_memory("rollout") == pytest.approx(0.9 * 2 * GIB, rel=1e-6)
+    assert plan.awake_memory("rollout") == pytest.approx(0.9 * 2 * GIB, rel=1e-6)
     assert cache_of(plan_on(config, SERVER)) == whole
     tiny = cache_of(plan_on(config, Machine(8, 64 * GIB, (Accelerator("tiny", 2**20),))))
     assert tiny == whole * (64 + 2000 + 64) // reserved_tokens(config), "one row, or nothing could be sampled"

@@ -414,9 +414,9 @@ def test_tokens_of_high_covariance_are_chosen_among_all_of_the_step_and_not_of_a
     batch = four_rows(worker, [3.0, -1.0, -1.0, -1.0])
     sampled = torch.where(batch.loss_mask, torch.arange(17.0) / -10, 0.0)
     actor = actor_of(config, worker, loss)
-    found = actor._set_apart(dataclasses.replace(batch, rollout_logprobs=sampled), step=1)
-    assert found.apart is not None
-    assert found.apart.nonzero().flatten().tolist() == [2, 3]
+    found = actor._with_selected(dataclasses.replace(batch, rollout_logprobs=sampled), step=1)
+    assert found.selected is not None
+    assert found.selected.nonzero().flatten().tolist() == [2, 3]
     assert asyncio.run(actor.update(batch, 1)).scalars()["actor/apart_fraction"] == pytest.approx(2 / 9)
 
 

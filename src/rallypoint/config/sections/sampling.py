@@ -63,7 +63,8 @@ class RolloutConfig(Section):
         help="Size of the KV cache of a process; null: all rows at their longest, on GPUs as far as free memory goes.",
     )
     weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
-        "auto", help="Way of published weights to ranks with a model of their own; auto: what fits their placement."
+        "auto",
+        help="Transport of published weights to ranks with a model of their own; auto: what fits their placement.",
     )
     mask_truncated: bool = key(
         False, help="Rollouts cut off at max_response_tokens do not train; their scores count in baselines."

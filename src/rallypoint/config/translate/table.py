@@ -179,20 +179,20 @@ def name_doubtful(script: Script, found: Translation) -> None:
         )
 
 
-def by_table(theirs: Keys, found: Translation, apart: Mapping[str, frozenset[str]]) -> Translation:
+def by_table(theirs: Keys, found: Translation, ambiguous: Mapping[str, frozenset[str]]) -> Translation:
     """Translate keys one by one.
 
     Args:
         theirs: keys that are not translated yet.
         found: what is translated already; it is added to.
-        apart: sections that have words in common with others and mean something else, each with the words of which
+        ambiguous: sections that have words in common with others and mean something else, each with the words of which
             one must be in a name of the table, so that it is about this section.
     """
     setter, usual = _Setter(found), set(found.usual)
     known = {**by_name(other_projects().whole_configs), **aliases_for(str(found.keys["recipe"]))}
     for key, value in sorted(theirs.items(), key=lambda item: f"{item[0]}={item[1]}" in usual):  # theirs go before
         written, parts = f"{key}={value}", key.split(".")
-        alias = _alias(parts, known, apart)
+        alias = _alias(parts, known, ambiguous)
         if alias is None:
             found.unknown.append(written)
             continue
@@ -276,12 +276,12 @@ class _Setter:
             self._found.usual.remove(written)
 
 
-def _alias(parts: Sequence[str], known: Mapping[str, Alias], apart: Mapping[str, frozenset[str]]) -> Alias | None:
+def _alias(parts: Sequence[str], known: Mapping[str, Alias], ambiguous: Mapping[str, frozenset[str]]) -> Alias | None:
     around = next((parts[: place + 1] for place, part in enumerate(parts) if part in _WHOLE), parts)
     for name in (parts, around):
         alias, num_words = alias_of(name, known)
         words = set(name[len(name) - num_words :])
-        if alias is not None and all(words & apart[part] for part in parts[:-1] if part in apart):
+        if alias is not None and all(words & ambiguous[part] for part in parts[:-1] if part in ambiguous):
             return alias
     return None
 

@@ -90,9 +90,9 @@ def from_verl(text: str) -> Translation:
         _set_shards(ends, found)
     _set_validation(ends, found)
     name_doubtful(script, found)
-    apart = {"reward": verl.reward_words, "reward_model": verl.reward_words}
-    apart |= {name: frozenset({name}) for name in verl.sections_apart}
-    return by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, apart)
+    ambiguous = {"reward": verl.reward_words, "reward_model": verl.reward_words}
+    ambiguous |= {name: frozenset({name}) for name in verl.ambiguous}
+    return by_table({key: value for key, value in theirs.items() if key not in ends.taken}, found, ambiguous)
 
 
 def _is_sft(words: Sequence[str], given: Iterable[str]) -> bool:
