@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from rallypoint.display.state import RunState
+from rallypoint.display.state import Board
 from rallypoint.display.text import bar_cells, clean, clock_time, fit, limits, resample, shorten, sparkline, stretch
 from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, number
@@ -49,7 +49,7 @@ _Rows = list[tuple[int, Text]]
 _SPACE, _MORE_NUMBERS, _TEXTS, _LEGEND, _NUMBERS, _ADVICE, _TIME, _NOTE, _CHART = 9, 8, 7, 6, 5, 4, 3, 2, 1
 
 
-def render(state: RunState, width: int, height: int) -> Panel:
+def render(state: Board, width: int, height: int) -> Panel:
     """Draw the state of a run, `width` cells wide, in at most `height - 1` lines: the cursor has the last one."""
     inner, room = max(width - 6, 1), max(height - 1 - 2, 1)
     rows: _Rows = [(_SPACE, Text()), (0, _step_row(state, inner)), *_waiting_rows(state, inner)]
@@ -75,7 +75,7 @@ def render(state: RunState, width: int, height: int) -> Panel:
     )
 
 
-def _title(state: RunState, inner: int) -> Text:
+def _title(state: Board, inner: int) -> Text:
     title = Text("rallypoint", style="bold")
     if state.run is not None:
         name = shorten(clean(f"{state.run.algorithm} · {state.run.name}"), max(inner - 14, 4))
@@ -83,7 +83,7 @@ def _title(state: RunState, inner: int) -> Text:
     return title
 
 
-def _subtitle(state: RunState, inner: int) -> Text:
+def _subtitle(state: Board, inner: int) -> Text:
     """Say how long it has been at work, where its folder is, and what runs where, each whole or not at all."""
     subtitle = Text(f"{clock_time(state.elapsed_s)} elapsed", style=PALETTE["quiet"])
     if state.run is None:
@@ -122,7 +122,7 @@ def _drawing_cells(inner: int, side: int = SIDE) -> int:
     return max(inner - LABEL - _value_cells(inner) - side, 0)
 
 
-def _step_row(state: RunState, inner: int) -> Text:
+def _step_row(state: Board, inner: int) -> Text:
     if state.run is None:
         return _row(inner, "step", "-", Text())
     done = state.report.step if state.report is not None else state.run.first_step - 1
@@ -134,7 +134,7 @@ def _step_row(state: RunState, inner: int) -> Text:
     return _row(inner, "step", f"{done}/{state.run.num_steps}", body)
 
 
-def _waiting_rows(state: RunState, inner: int) -> _Rows:
+def _waiting_rows(state: Board, inner: int) -> _Rows:
     """Say what is being waited for, or how the run ends; blank while steps are being done, so that nothing jumps."""
     if state.end_message:
         lines = fit(f"{clean(state.end_message)} · {state.ending_s:.0f} s", max(inner - LABEL, 1), 2)
@@ -149,7 +149,7 @@ def _waiting_rows(state: RunState, inner: int) -> _Rows:
     return [(0, _label().append(text, style=PALETTE["watch" if state.waiting_s >= LONG_WAIT_S else "quiet"]))]
 
 
-def _scores(state: RunState, inner: int, room: int) -> _Rows:
+def _scores(state: Board, inner: int, room: int) -> _Rows:
     """Draw the reward, or what else is watched, with the numbers of its axis, and the validation score as wide."""
     width = _drawing_cells(inner, side=AXIS)
     course = resample(state.course.points(), width)
@@ -176,7 +176,7 @@ def _scores(state: RunState, inner: int, room: int) -> _Rows:
     ]
 
 
-def _health(state: RunState, inner: int) -> _Rows:
+def _health(state: Board, inner: int) -> _Rows:
     """Write the health words that fit, and the advice for the worst."""
     row, room = _label("health"), inner - LABEL
     for at, finding in enumerate(state.health):
@@ -192,7 +192,7 @@ def _health(state: RunState, inner: int) -> _Rows:
     return [(0, row), (_ADVICE, _label().append(advice, style=PALETTE["quiet"]))]
 
 
-def _time(state: RunState, inner: int) -> _Rows:
+def _time(state: Board, inner: int) -> _Rows:
     """Draw where the time of a step goes: a stacked bar and its legend."""
     shares, width = state.shares, _drawing_cells(inner)
     colours = phase_colours(shares)
@@ -230,7 +230,7 @@ def _numbers(watched: Sequence[tuple[str, str]], scalars: Mapping[str, float], i
     return [(_MORE_NUMBERS if at else _NUMBERS, line) for at, line in enumerate(lines[:2])]
 
 
-def _texts_and_notes(state: RunState, inner: int, room: int) -> _Rows:
+def _texts_and_notes(state: Board, inner: int, room: int) -> _Rows:
     """Share what is left between a rollout and the last note.
 
     A new note is shown whole, in place of the rollout if there is no other room; later it gets what is left.
@@ -254,7 +254,7 @@ def _texts_and_notes(state: RunState, inner: int, room: int) -> _Rows:
     return rows + [(_NOTE, _label(label).append(line, style=style)) for label, line in named]
 
 
-def _last_note(state: RunState) -> str:
+def _last_note(state: Board) -> str:
     count = f" (and {len(state.notes) - 1} more)" if len(state.notes) > 1 else ""
     return clean(list(state.notes)[-1]) + count if state.notes else ""
 
@@ -264,7 +264,7 @@ def _num_lines(cells: int, width: int) -> int:
     return math.ceil(cells * 1.1 / width) if cells > width else 1
 
 
-def _completion(state: RunState, width: int, room: int) -> _Rows:
+def _completion(state: Board, width: int, room: int) -> _Rows:
     """Show one rollout; of one line each, response and right answer stand under one another to be compared."""
     example = state.completion
     assert example is not None

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from rallypoint.display.frame import render
 from rallypoint.display.progress import Progress
-from rallypoint.display.state import RunState
+from rallypoint.display.state import Board
 from rallypoint.display.summary import print_summary
 from rallypoint.run.reports import RunInfo, StepReport, Summary
 
@@ -30,7 +30,7 @@ class NotebookPanel(Progress):
     """Shows a run in an output of the cell that started it."""
 
     def __init__(self, show: Show, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._show, self._clock, self._state, self._shown = show, clock, RunState(clock), -REFRESH_S
+        self._show, self._clock, self._state, self._shown = show, clock, Board(clock), -REFRESH_S
         self._is_finished = False
 
     def start(self, run: RunInfo) -> None:

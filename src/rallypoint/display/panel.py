@@ -21,7 +21,7 @@ from rallypoint.display.frame import render
 from rallypoint.display.plain import PlainLines
 from rallypoint.display.progress import Progress
 from rallypoint.display.screen import Screen, can_redraw
-from rallypoint.display.state import RunState
+from rallypoint.display.state import Board
 from rallypoint.display.summary import print_summary
 from rallypoint.run.reports import RunInfo, StepReport, Summary
 
@@ -37,7 +37,7 @@ class LivePanel(Progress):
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._state = RunState(clock)
+        self._state = Board(clock)
         self._lock = threading.RLock()  # a signal handler may come in between
         self._drawn = -math.inf
         self._screen = Screen(console, self._render)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from rallypoint.display.progress import Progress
-from rallypoint.display.state import RunState, tokens_per_s
+from rallypoint.display.state import Board, tokens_per_s
 from rallypoint.display.summary import print_summary
 from rallypoint.display.text import clean, clock_time
 from rallypoint.observability.numbers import compact, number
@@ -28,7 +28,7 @@ class PlainLines(Progress):
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._encoding = console.file, console.encoding
         self._page = Console(file=io.StringIO(), color_system=None, force_terminal=False, width=80)
-        self._state = RunState(clock)
+        self._state = Board(clock)
         self._advised: set[str] = set()
         """Words of health whose advice was given: once is enough for a log."""
 
@@ -84,7 +84,7 @@ class PlainLines(Progress):
         self._file.flush()
 
 
-def step_line(state: RunState, report: StepReport) -> str:
+def step_line(state: Board, report: StepReport) -> str:
     """Write one step in columns that stay where they are from the first step to the last."""
     num_steps = state.run.num_steps if state.run is not None else report.step
     digits = len(str(num_steps))

@@ -63,7 +63,7 @@ class History:
         return self._points + ([finite_mean(self._pending)] if self._pending else [])
 
 
-class RunState:
+class Board:
     """The state behind a display; `clock` is any clock that only goes forward."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

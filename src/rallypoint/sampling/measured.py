@@ -224,7 +224,7 @@ class Servers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class GroupWork:
     """What there is to do for a group."""
 
     num_tokens: float
@@ -242,7 +242,7 @@ class Work:
 class Measured:
     """What a run has measured of its groups and steps, in seconds."""
 
-    groups: tuple[Work, ...]
+    groups: tuple[GroupWork, ...]
     """In the order of prompts."""
     speed: Speed
     train_s: tuple[float, ...]
@@ -307,13 +307,15 @@ def starts_of(steps: Sequence[StepTimes]) -> list[list[StepTimes]]:
     return starts
 
 
-def _works(groups: Sequence[GroupTimes], speed: Speed, max_calls: int | None) -> dict[int, Work]:
+def _works(groups: Sequence[GroupTimes], speed: Speed, max_calls: int | None) -> dict[int, GroupWork]:
     """Return what there was to do for each group, by its index, if ranks have that speed."""
     servers, calls = Servers(max_calls), dict[int, float]()
     for group in sorted(groups, key=lambda group: group.sampled_s):
         calls[group.index] = servers.length(group.sampled_s, group.num_rows, group.scored_s)
         servers.call(group.sampled_s, group.num_rows, calls[group.index])
     return {
-        group.index: Work(num_tokens=tokens, num_rows=_rows(group), num_calls=group.num_rows, call_s=calls[group.index])
+        group.index: GroupWork(
+            num_tokens=tokens, num_rows=_rows(group), num_calls=group.num_rows, call_s=calls[group.index]
+        )
         for group, tokens in zip(groups, _over(groups, lambda rows: 1 / speed.token_s(rows)), strict=True)
     }

@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from rallypoint.sampling.groups import Groups
-from rallypoint.sampling.measured import Measured, Servers, StepTimes, Work, starts_of
+from rallypoint.sampling.measured import GroupWork, Measured, Servers, StepTimes, starts_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class _Run:
             staleness_max=max(self._ages),
         )
 
-    def _work(self, index: int) -> Work:
+    def _work(self, index: int) -> GroupWork:
         return self._measured.groups[index % len(self._measured.groups)]
 
     def _token_s(self, rank: Mapping[int, float]) -> float:

@@ -16,7 +16,7 @@ from rich.console import Console
 from terminals import Terminal
 
 from rallypoint.display.frame import render
-from rallypoint.display.state import NEW_S, RunState
+from rallypoint.display.state import NEW_S, Board
 
 NOTE = (
     "rollout rank 0: the vLLM server died (exit status -9: the kernel killed it, out of memory) and was started again; "
@@ -94,7 +94,7 @@ def test_one_frame_stands_through_ctrl_c_typing_printing_notes_and_new_sizes(col
         assert shown.raw.rindex(b"\x1b[?25h") > shown.raw.rindex(b"\x1b[?25l")
 
 
-def frame(columns: int, rows: int, board: RunState) -> list[str]:
+def frame(columns: int, rows: int, board: Board) -> list[str]:
     """The frame as a terminal of that size would show it."""
     paper = Console(file=io.StringIO(), width=columns, color_system=None)
     paper.print(render(board, columns, rows))
@@ -104,8 +104,8 @@ def frame(columns: int, rows: int, board: RunState) -> list[str]:
     return lines
 
 
-def board_of(*, is_real: bool) -> RunState:
-    board = RunState(lambda: 0.0)
+def board_of(*, is_real: bool) -> Board:
+    board = Board(lambda: 0.0)
     board.start(played_panel.RUN)
     board.step(played_panel.report(12, is_real=is_real))
     return board
@@ -136,7 +136,7 @@ def test_no_word_of_the_footer_is_cut(columns: int, rows: int):
 @pytest.mark.parametrize("is_real", [True, False])
 def test_a_new_note_can_be_read_whole_at_once_and_the_height_stays(columns: int, rows: int, is_real: bool):
     now = [0.0]
-    board = RunState(lambda: now[0])
+    board = Board(lambda: now[0])
     board.start(played_panel.RUN)
     board.step(played_panel.report(12, is_real=is_real))
     board.note(NOTE)
@@ -161,7 +161,7 @@ def test_a_frame_is_never_higher_than_the_terminal_and_shows_step_and_reward_fir
 @pytest.mark.parametrize("rows", [16, 20, 24, 40])
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_chart_has_the_numbers_of_its_axis_and_is_whole(columns: int, rows: int):
-    board = RunState(lambda: 0.0)
+    board = Board(lambda: 0.0)
     board.start(dataclasses.replace(played_panel.RUN, course=[0.4 + 0.1 * at / 200 for at in range(200)]))
     board.step(dataclasses.replace(played_panel.report(12, is_real=True), scalars={"reward/mean": 0.5}))
     lines = frame(columns, rows, board)

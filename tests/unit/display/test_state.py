@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.display.state import HOLD_S, MAX_POINTS, History, RunState
+from rallypoint.display.state import HOLD_S, MAX_POINTS, Board, History
 from rallypoint.run import Completion, RunInfo, StepReport
 
 
@@ -18,7 +18,7 @@ def run(num_steps: int = 10) -> RunInfo:
 
 def test_the_eta_follows_the_pace_between_steps_and_counts_down_between_them() -> None:
     now = [0.0]
-    board = RunState(lambda: now[0])
+    board = Board(lambda: now[0])
     assert math.isnan(board.eta_s)
     board.start(run(10))
     board.step(report(1, seconds=2.0))
@@ -34,7 +34,7 @@ def test_the_eta_follows_the_pace_between_steps_and_counts_down_between_them() -
 
 def test_a_completion_stays_long_enough_to_be_read() -> None:
     now = [0.0]
-    board = RunState(lambda: now[0])
+    board = Board(lambda: now[0])
     for at, response in ((0.0, "first"), (HOLD_S / 2, "second"), (HOLD_S, "third")):
         now[0] = at
         board.step(report(1, response=response))
@@ -45,7 +45,7 @@ def test_a_completion_stays_long_enough_to_be_read() -> None:
 
 
 def test_shares_are_smoothed_and_leave_nested_spans_out() -> None:
-    board = RunState(lambda: 0.0)
+    board = Board(lambda: 0.0)
     board.step(report(1, seconds=2.0, spans={"rollout": 1.0, "learn": 1.0, "learn/critic": 0.5}))
     assert board.shares == {"rollout": 0.5, "learn": 0.5}
     board.step(report(2, seconds=2.0, spans={"rollout": 2.0}))
@@ -54,7 +54,7 @@ def test_shares_are_smoothed_and_leave_nested_spans_out() -> None:
 
 
 def test_a_resumed_run_starts_with_its_past() -> None:
-    board = RunState(lambda: 0.0)
+    board = Board(lambda: 0.0)
     board.start(
         RunInfo(
             name="r",
@@ -80,7 +80,7 @@ def test_a_history_keeps_its_mean_in_a_bounded_number_of_points() -> None:
 
 
 def test_a_note_given_again_is_counted_and_becomes_the_latest() -> None:
-    board = RunState(lambda: 0.0)
+    board = Board(lambda: 0.0)
     for message in ("a", "b", "a"):
         board.note(message)
     assert board.notes == {"b": 1, "a": 2}
@@ -89,7 +89,7 @@ def test_a_note_given_again_is_counted_and_becomes_the_latest() -> None:
 
 def test_a_wait_ends_with_the_next_step() -> None:
     now = [0.0]
-    board = RunState(lambda: now[0])
+    board = Board(lambda: now[0])
     board.wait("starting Ray")
     now[0] = 5.0
     assert (board.message, board.waiting_s) == ("starting Ray", 5.0)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rallypoint.display import PlainLines
-from rallypoint.display.state import RunState
+from rallypoint.display.state import Board
 from rallypoint.observability import health
 from rallypoint.observability.trend import FLAT_STEPS, WINDOW, RewardTrend
 from rallypoint.run import MetricsLog, RunInfo, StepReport, Summary
@@ -21,7 +21,7 @@ FLAT = "digits with lr=1e-6, 150 steps"
 
 def words_along(course: list[list[float]], **info: int) -> list[tuple[str, ...]]:
     """The health words of every step."""
-    board, words = RunState(lambda: 0.0), list[tuple[str, ...]]()
+    board, words = Board(lambda: 0.0), list[tuple[str, ...]]()
     board.start(RunInfo(name="r", algorithm="ppo", num_steps=len(course), run_dir=Path("r"), **info))
     for step, (mean, spread) in enumerate(course, start=1):
         board.step(report(step, mean, spread))

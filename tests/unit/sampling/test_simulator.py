@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.sampling.measured import GroupTimes, Measured, Servers, Speed, StepTimes, Work, settled
+from rallypoint.sampling.measured import GroupTimes, GroupWork, Measured, Servers, Speed, StepTimes, settled
 from rallypoint.sampling.simulator import Setting, measured_outcome, simulate
 
 SHARED = Speed(step_s=0.0, row_s=1.0)
@@ -14,7 +14,7 @@ SHARED = Speed(step_s=0.0, row_s=1.0)
 
 
 def measured(work=(1.0,), reward=(0.0,), train=(1.0,), between=0.0, **more):
-    works = [Work(num_tokens=work[i % len(work)], num_rows=1.0, call_s=reward[i % len(reward)])
+    works = [GroupWork(num_tokens=work[i % len(work)], num_rows=1.0, call_s=reward[i % len(reward)])
              for i in range(len(work) * len(reward))]  # fmt: skip
     return Measured(**{"groups": tuple(works), "speed": SHARED, "train_s": train, "between_s": (between,), **more})
 
@@ -91,7 +91,7 @@ def test_a_batch_waits_for_what_comes_after_its_last_score_also_where_sampling_i
 
 def test_a_group_that_replaced_another_is_admitted_later_in_turns_and_at_once_where_sampling_is_ahead():
     replacing = Measured(
-        groups=(Work(num_tokens=1.0, num_rows=1.0), Work(num_tokens=1.0, num_rows=1.0, late_s=2.0)),
+        groups=(GroupWork(num_tokens=1.0, num_rows=1.0), GroupWork(num_tokens=1.0, num_rows=1.0, late_s=2.0)),
         speed=SHARED,
         train_s=(1.0,),
         between_s=(0.0,),
