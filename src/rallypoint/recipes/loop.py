@@ -37,8 +37,8 @@ from rallypoint.journal import (
 )
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
+from rallypoint.recipes.data_notes import FirstScores
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
-from rallypoint.recipes.first_scores import FirstScores
 from rallypoint.recipes.interruption import Observer, acknowledging, interruptible
 from rallypoint.recipes.machine import pools_of
 from rallypoint.recipes.material import Found, Material, prepare, read_material

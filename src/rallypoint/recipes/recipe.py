@@ -39,11 +39,11 @@ from rallypoint.recipes.material import Material
 from rallypoint.recipes.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
+from rallypoint.roles.frozen import RewardModels
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
-from rallypoint.roles.reward import RewardModels
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.sampling.group import Rewards, Watch

@@ -16,9 +16,9 @@ from rallypoint.model_files import fresh, load_critic, load_new_reward_model
 from rallypoint.models import ModelShard
 from rallypoint.roles.colocated import MemoryLease, with_lease
 from rallypoint.roles.dealing import per_token
+from rallypoint.roles.frozen import by_row, scores_of
 from rallypoint.roles.learner import Learner, LearnerWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.reward import by_row, scores_of
 from rallypoint.types import CriticBatch, Last, Metrics, PairBatch, PerToken, Sequences, Sum, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)

@@ -1,21 +1,26 @@
-"""What reference, reward models and teachers share: models that are evaluated and never trained."""
+"""Models that are evaluated and never trained: what reference, reward models and teachers share, and the reward models.
+
+These are classifiers that give every rollout one number each.
+"""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from rallypoint.cluster import WorkerContext, WorkerGroup
+from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RoleName, RunConfig
-from rallypoint.engine import TrainingEngine
+from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
+from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
 from rallypoint.plan.run_plan import attention_cost
-from rallypoint.roles.colocated import LeaseHolder, MemoryLease
+from rallypoint.roles.colocated import LeaseHolder, MemoryLease, with_lease
 from rallypoint.roles.dealing import per_token
-from rallypoint.roles.placement import WorkerSpec
+from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.types import PerToken, Sequences
 
 WorkerT = TypeVar("WorkerT", bound="FrozenWorker")
@@ -67,3 +72,65 @@ class FrozenModel(Generic[WorkerT]):
         if self._group is None:
             return None
         return await per_token(self._group, method, batch, self._attention_cost)
+
+
+class RewardWorker(FrozenWorker):
+    """One rank of every reward model."""
+
+    role = "reward"
+
+    def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
+        """Load this rank's part of every classifier."""
+        model = spec.config.model
+        with spec.meeting(context) as mesh:
+            return [
+                load_reward_model(
+                    one.path,
+                    dtype=model.dtype,
+                    mesh=mesh,
+                    device=torch.device(context.device),
+                    trust_remote_code=model.trust_remote_code,
+                    frozen=True,
+                )
+                for one in spec.config.reward.all_models
+            ]
+
+    @shard
+    @with_lease()
+    def scores(self, parts: list[Sequences], model: int) -> list[PerToken]:
+        """Return what one of the models gives every row of some parts of a batch, at the token that has it."""
+        return scores_of(self.engines[model], parts)
+
+
+def scores_of(engine: TrainingEngine[Any], parts: list[Sequences]) -> list[PerToken]:
+    """Return the score of every row of some parts of a batch, at the token that has it."""
+    model, padding = engine.shard, engine.model.config.pad_token_id
+    return [
+        engine.evaluate(scored_tokens(part, padding), lambda rows, at: reward_scores(model, rows, at)) for part in parts
+    ]
+
+
+def by_row(batch: Sequences, values: Tensor) -> Tensor:
+    """Return the one number of each row, which stands among zeros: [T] -> [B]."""
+    return torch.zeros(len(batch)).index_add_(0, batch.row_of_token, values)
+
+
+class RewardModels(FrozenModel[RewardWorker]):
+    """The reward models as the driver sees them."""
+
+    @classmethod
+    async def create(cls, placement: Placement) -> RewardModels:
+        """Start the workers if the run has the role."""
+        config = placement.config
+        if "reward" not in config.roles:
+            return cls(config, None)
+        return cls(config, await placement.group("reward", RewardWorker))
+
+    async def scores(self, batch: Sequences) -> list[Tensor]:
+        """Return what each model says of every row, [B] float32, NaN where it gives that; nothing without a model."""
+        if self._group is None:
+            return []
+        return [
+            by_row(batch, await per_token(self._group, RewardWorker.scores, batch, self._attention_cost, model))
+            for model in range(len(self._config.reward.all_models))
+        ]

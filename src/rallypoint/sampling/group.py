@@ -31,7 +31,7 @@ from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.journal import TurnSampled
 from rallypoint.observability import span
-from rallypoint.roles.reward import RewardModels
+from rallypoint.roles.frozen import RewardModels
 from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.mailbox import Mailbox

@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.config import load_config
+from rallypoint.roles.frozen import RewardModels, RewardWorker
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.reward import RewardModels, RewardWorker
 from rallypoint.types import Sequences
 
 

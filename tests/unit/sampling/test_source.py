@@ -27,8 +27,8 @@ from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.journal import Journal, RunBegan
+from rallypoint.roles.frozen import RewardModels
 from rallypoint.roles.rank_engine import SliceResult
-from rallypoint.roles.reward import RewardModels
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.sampling.group import AbandonedError, Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
