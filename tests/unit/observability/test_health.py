@@ -6,7 +6,7 @@ import pytest
 from rallypoint.config import RECIPES, RunConfig, leaves
 from rallypoint.config.fields import sections_in
 from rallypoint.config.recipes import unread_by
-from rallypoint.observability import RULES, health
+from rallypoint.observability import health, rules
 from rallypoint.observability.health import MUST_BE_FINITE
 
 SOUND = {
@@ -92,7 +92,7 @@ def test_a_student_of_a_teacher_needs_no_rewards() -> None:
 
 
 def test_a_value_on_the_threshold_is_not_beyond_it() -> None:
-    for rule in RULES:
+    for rule in rules():
         watch, bad = rule.above or rule.below or (math.nan, math.nan)
         assert rule.level(watch) == "ok"
         assert rule.level(bad) == "watch"
@@ -109,7 +109,7 @@ MEASURED = {
 """Beginning of a scalar's name -> what a recipe reads that measures it; all others come with sampling."""
 
 FINDINGS = [
-    *((rule.name, rule.advice) for rule in RULES),
+    *((rule.name, rule.advice) for rule in rules()),
     *((name, health({name: math.nan})[0].advice) for name in MUST_BE_FINITE),
 ]
 
@@ -128,7 +128,7 @@ def test_every_advice_says_which_key_to_turn_and_how_in_each_recipe_that_gives_i
 
 
 def test_every_threshold_has_a_reason_and_every_advice_fits_a_line_of_the_panel() -> None:
-    for rule in RULES:
+    for rule in rules():
         assert rule.reason
         assert 0 < len(rule.advice) <= 62
         assert (rule.above is None) != (rule.below is None)
