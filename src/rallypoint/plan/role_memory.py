@@ -49,29 +49,29 @@ class RoleMemory:
     activations: int
     cache: int
     sleeps: bool
-    """Whether nothing of it stays while other roles have their turn."""
+    """Whether nothing of it stays while other roles are awake."""
     least_cache: int = 0
     """Size that the cache shrinks to where the device has no more memory for it."""
     borrowed: int = 0
-    """Weights of another role, which wakes for this one's turn."""
+    """Weights of another role, which wakes with this one."""
     may_keep_cache: bool = False
-    """Whether the cache stays while other roles have their turn, if there is memory for it; see `RunPlan.within`."""
+    """Whether the cache stays while other roles are awake, if there is memory for it; see `RunPlan.within`."""
     kept_cache: int = 0
-    """What stays of the cache while other roles have their turn."""
+    """What stays of the cache while other roles are awake."""
 
     @property
     def held(self) -> int:
-        """Bytes that stay while other roles have their turn."""
+        """Bytes that stay while other roles are awake."""
         return self.kept_cache + (0 if self.sleeps else self.weights + self.gradients + self.optimizer)
 
     @property
     def total(self) -> int:
-        """Bytes while the role has its turn."""
+        """Bytes while the role is awake."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
 
 def may_keep_cache(config: RunConfig) -> bool:
-    """Whether rollouts may keep their cache between turns: on whole devices, with weights that stay where they are.
+    """Whether rollouts may keep their cache while they sleep: on whole devices, with weights that stay where they are.
 
     Steps that were captured read and write the cache and the weights of their first time. They are worth keeping, and
     the cache with them, unless another process may want the memory, or the weights come back to other addresses.
@@ -237,7 +237,7 @@ def _logits_bytes(config: RunConfig, num_logits: int, *, kept: bool) -> int:
 def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the most that sampling needs besides its cache: for prompts, and to draw a token for every row.
 
-    These are not there at the same time, but on a CPU the heap keeps what the first had until the turn is over.
+    These are not there at the same time, but on a CPU the heap keeps what the first had until the role sleeps.
     """
     size, prompt = _BYTES[config.model.dtype], config.data.max_prompt_tokens
     num_prompts = max(1, min(_prompts_together(config), PREFILL_TOKENS // prompt))

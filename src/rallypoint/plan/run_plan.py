@@ -41,7 +41,7 @@ class RunPlan:
     """Empty when one of the models is not known."""
 
     def awake_memory(self, role: RoleName) -> int:
-        """Return the bytes that a process holds at its peak while a role has its turn, other roles' among them."""
+        """Return the bytes that a process holds at its peak while a role is awake, other roles' among them."""
         mine = next(memory for memory in self.memory if memory.role == role)
         others = (memory.held for memory in self.memory if memory.pool == mine.pool and memory.role != role)
         return mine.total + mine.borrowed + sum(others)
@@ -58,7 +58,7 @@ class RunPlan:
     def within(self, rooms: Mapping[str, int]) -> RunPlan:
         """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then.
 
-        Rollouts keep a whole cache between their turns where every turn of another role has memory beside it.
+        Rollouts keep a whole cache while they sleep where every other role that is awake has memory beside it.
         """
         fitted = dataclasses.replace(
             self, memory=tuple(self._fitted(role, rooms.get(role.pool)) for role in self.memory)
@@ -82,7 +82,7 @@ class RunPlan:
         return dataclasses.replace(memory, cache=max(memory.least_cache, min(memory.cache, left)))
 
     def process_memory(self, pool: str) -> int:
-        """Return the bytes that a process of a pool holds at its peak: roles that share it take turns."""
+        """Return the bytes that a process of a pool holds at its peak: one of its roles is awake at a time."""
         return max((self.awake_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)
 
 
