@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.markup import escape
 
 from rallypoint.errors import ModelError, ServingError
 from rallypoint.extras import why_not
+
+if TYPE_CHECKING:
+    from rallypoint.recipes.serve import Options
 
 
 def _temperature(value: float) -> float:
@@ -185,13 +188,9 @@ def serve(
 ) -> None:
     """Answer over HTTP, as OpenAI's chat and completions API does."""
     try:
-        from rallypoint.recipes.serve import Options, Serving
+        from rallypoint.recipes.serve import Options
     except ImportError as error:
         raise ServingError(f"rally serve {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
-    from rallypoint.recipes.use import find_trained
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     options = Options(
         host=host,
         port=port,
@@ -206,6 +205,16 @@ def serve(
         on_load=on_load,
         grace_s=grace_s,
     )
+    _serve(checkpoint, options, trust_remote_code=trust_remote_code)
+
+
+def _serve(checkpoint: str, options: Options, *, trust_remote_code: bool) -> None:
+    """Serve until Ctrl-C or SIGTERM; a second one cancels the requests that still run."""
+    from rallypoint.recipes.serve import Serving
+    from rallypoint.recipes.use import find_trained
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
     with Serving(trained, options, say=console.print, on_end=lambda: events.put("ended")) as serving:
         _on_signals(lambda number: events.put(signal.Signals(number).name))
@@ -213,8 +222,8 @@ def serve(
         event = events.get()
         if event == "ended":
             raise ServingError(serving.failure or "the server has ended by itself; what is printed above says why")
-        console.print(f"{event}: {serving.num_running} responses under way have {grace_s:g} s to end")
-        _on_signals(lambda _: serving.give_up())  # a second one cancels the requests that still run
+        console.print(f"{event}: {serving.num_running} responses under way have {options.grace_s:g} s to end")
+        _on_signals(lambda _: serving.give_up())
 
 
 def _printable(text: str) -> str:
