@@ -129,7 +129,7 @@ def demo(wanted: argparse.Namespace) -> list[dict[str, object]]:
             keys = [f"trainer={{num_steps: {wanted.steps or 20}, runs_dir: {scratch}, name: {recipe}}}"]
             plan, measured = train(recipe, keys, Path(scratch) / recipe)
             for role, mib in measured.items():
-                predicted = plan.turn_memory(role) / MIB
+                predicted = plan.awake_memory(role) / MIB
                 rows.append({"recipe": recipe, "role": role, "predicted": predicted, "measured": mib})
                 print(f"| {recipe} | {role} | {predicted:.1f} | {mib:.1f} | {predicted / mib:.2f} |", flush=True)
     return rows
