@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from ray_forks import forked_workers
@@ -183,6 +184,7 @@ def test_a_run_killed_before_any_of_its_folders_appears_goes_on_to_the_same_weig
 SLOW = """
 import time
 from pathlib import Path
+from pathlib import Path
 
 def f(data_source, solution_str, ground_truth, extra_info):
     Path(__file__).with_name("scoring").touch()
@@ -309,3 +311,43 @@ def test_the_best_checkpoint_is_kept_over_pruning_and_resumes(runs):
     assert set(found.checkpoints) == {best, 4}
     runs.resume("run", "trainer.num_steps=6")
     assert set(found.checkpoints) == {best_of(found), 6}
+
+
+EPISODES = """
+import asyncio
+from pathlib import Path
+
+
+async def waits(client, example):
+    await client.sample(client.prompt)
+    Path("begun").touch()
+    await asyncio.Event().wait()
+
+
+async def swallows(client, example):
+    await client.sample(client.prompt)
+    Path("begun").touch()
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(("episode", "number"), [("waits", signal.SIGTERM), ("swallows", signal.SIGINT)])
+def test_a_run_ends_while_its_episodes_hang_even_if_they_swallow_that(runs, tmp_path, monkeypatch, episode, number):
+    monkeypatch.chdir(tmp_path)
+    Path("episodes.py").write_text(EPISODES)
+    own = f"rollout.episode={tmp_path}/episodes.py:{episode}"
+    process = runs.start("train", "digits", *runs.overrides("hanging", own, *INLINE))
+    deadline = time.monotonic() + 120
+    while not Path("begun").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=120)  # an episode may take 600 s
+    assert process.returncode == 130, printed
+    assert "episodes were busy for 5 s more" in printed
+    assert "destroyed" not in printed

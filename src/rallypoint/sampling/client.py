@@ -62,6 +62,10 @@ class Terms:
         return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config.reward))
 
 
+_PASSES = 10
+"""Passes of the event loop in which an episode that is cancelled ends."""
+
+
 class EpisodeClient:
     """Samples for one episode, see `Client`: each turn continues the tokens of those before."""
 
@@ -246,9 +250,18 @@ class _Ending(asyncio.Future[None]):
 
 def _leave(running: asyncio.Task[Trajectory | EpisodeFailed]) -> None:
     """Cancel an episode that is not over, and wait for it no longer."""
-    _LEFT_BEHIND.add(running)
-    running.add_done_callback(_LEFT_BEHIND.discard)
-    running.cancel()
+    if not running.done():
+        _LEFT_BEHIND.add(running)
+        running.add_done_callback(_LEFT_BEHIND.discard)
+        running.cancel()
+
+
+async def leave_for_good() -> None:
+    """Let the end of the event loop not wait for episodes that swallowed their cancellation."""
+    for _ in range(_PASSES):
+        await asyncio.sleep(0)
+    for task in [task for task in _LEFT_BEHIND if task.get_loop() is asyncio.get_running_loop()]:
+        asyncio._unregister_task(task)  # or asyncio.run would wait for it
 
 
 def _where(waiting: object) -> str:

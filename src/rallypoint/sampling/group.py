@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import Advantage
@@ -29,13 +27,12 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.journal import TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
-from rallypoint.sampling.client import EpisodeClient, Terms
+from rallypoint.sampling.client import EpisodeClient, Terms, leave_for_good
 from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.timekeeper import Timekeeper, Times
+from rallypoint.sampling.timekeeper import Timekeeper, Times, turns_of
 from rallypoint.types import RolloutBatch, Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
@@ -66,7 +63,7 @@ class Watch:
     patience_s: float = 30.0
     """Seconds that a step waits before it names a group that is much slower than the others."""
     grace_s: float = 5.0
-    """Seconds that the reward function is given for a step after the run was asked to end."""
+    """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,8 +189,7 @@ class InFlight:
             group_size: G, rollouts of each prompt.
             num_places: of a step, if prompts may come one by one at any time: then their ranks follow from their
                 indices; None: these prompts are all there are.
-            validation: step after which these are validated, and no others; None in training, where as many may fail
-                as of a whole step.
+            validation: step after which these are validated; None in training, where as many may fail as of a step.
         """
         loop = asyncio.get_running_loop()
         of_step = 0 if validation is not None else self._config.rollout.num_prompts
@@ -261,12 +257,12 @@ class InFlight:
             by_token=self._config.rollout.max_staleness > 0,
         )
         times.sampled = self._watch.times.now()
-        times.turns = tuple(_turns_of(kept))
+        times.turns = tuple(turns_of(kept))
         batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())])
         return Group(rows, tuple(failures), tuple(one.metrics for one in kept.values()))
 
     def hurry(self) -> None:
-        """From now on give the reward function only a few seconds, because the run is ending."""
+        """From now on give episodes and the reward function only a few seconds, because the run is ending."""
         self._interrupted.set()
 
     async def see_one_complete(self, is_complete: asyncio.Event, groups: Sequence[GroupInFlight]) -> None:
@@ -279,8 +275,8 @@ class InFlight:
         try:
             await self._unless_interrupted(complete, groups)
             if not complete.done():
-                await self.wait(asyncio.wait({group.sampled for group in groups}), groups)
-                await self._grace(complete, ())
+                await self.sampled(groups)
+                await self._grace(complete, (), "the reward function was")
         finally:
             complete.cancel()
 
@@ -292,35 +288,44 @@ class InFlight:
         """Return the indices of those without a signal, once all are scored."""
         async with self.unless_it_fails(groups):
             with span("rollout"):
-                await self.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                await self.sampled(groups)
             with span("reward"):
                 await self.scores(groups)
         return [group.index for group in groups if not self.has_signal(group)]
 
-    async def scores(self, groups: Sequence[GroupInFlight]) -> list[ScoredGroup]:
-        """Return the reward function's scores of groups that are sampled.
+    async def sampled(self, groups: Sequence[GroupInFlight]) -> list[Group]:
+        """Return the rollouts of groups; AbandonedError if after an interruption only episodes are busy for seconds."""
+        sampled = asyncio.gather(*(group.sampled for group in groups))
+        await self._unless_interrupted(sampled, groups)
+        while not sampled.done():
+            if self._mailbox.is_idle.is_set():
+                await self._grace(sampled, groups, "episodes were")
+            else:
+                await self.wait(asyncio.wait({sampled}, timeout=self._watch.grace_s / 10), groups)
+        return sampled.result()
 
-        Raises:
-            AbandonedError: it did not say so within some seconds after an interruption.
-        """
+    async def scores(self, groups: Sequence[GroupInFlight]) -> list[ScoredGroup]:
+        """Return the scores of sampled groups; AbandonedError if the function takes long after an interruption."""
         scored = asyncio.gather(*(group.scored for group in groups))
-        scored.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
         await self._unless_interrupted(scored, groups)
         if not scored.done():
-            await self._grace(scored, groups)
+            await self._grace(scored, groups, "the reward function was")
         return scored.result()
 
     async def _unless_interrupted(self, awaited: asyncio.Future[Any], groups: Sequence[GroupInFlight]) -> None:
         """Wait for something, or for an interruption."""
+        awaited.add_done_callback(lambda done: done.cancelled() or done.exception())  # those given up have one, too
         interrupted = asyncio.create_task(self._interrupted.wait())
-        await self.wait(asyncio.wait({awaited, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
-        interrupted.cancel()
+        try:
+            await self.wait(asyncio.wait({awaited, interrupted}, return_when=asyncio.FIRST_COMPLETED), groups)
+        finally:
+            interrupted.cancel()
 
-    async def _grace(self, awaited: asyncio.Future[Any], groups: Sequence[GroupInFlight]) -> None:
+    async def _grace(self, awaited: asyncio.Future[Any], groups: Sequence[GroupInFlight], who: str) -> None:
         grace_s = self._watch.grace_s
         await self.wait(asyncio.wait({awaited}, timeout=grace_s), groups)
         if not awaited.done():
-            raise AbandonedError(f"the reward function was busy for {grace_s:g} s more")
+            raise AbandonedError(f"{who} busy for {grace_s:g} s more")
 
     async def wait(self, awaited: Awaitable[ResultT], groups: Sequence[GroupInFlight]) -> ResultT:
         """Wait for something, and name what is waited for long; raise what any group raises."""
@@ -386,14 +391,7 @@ class InFlight:
         self.groups.clear()
         await self._mailbox.stop()
 
-    def close(self) -> None:
-        """Release threads; those of batches that were closed end by themselves."""
+    async def close(self) -> None:
+        """Release episodes and threads; those of batches that were closed end by themselves."""
+        await leave_for_good()
         self._threads.shutdown(wait=False)
-
-
-def _turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
-    """Yield the responses of rollouts, by their samples."""
-    for sample, rollout in rollouts.items():
-        for number, turn in enumerate(rollout.turns):
-            digest = xxhash.xxh3_64_hexdigest(array("q", turn.response).tobytes())
-            yield sample, number, turn.spans or ((turn.version, len(turn.response)),), digest

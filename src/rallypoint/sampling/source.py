@@ -330,7 +330,7 @@ class RolloutSource:
         """
         async with self._in_flight.unless_it_fails(groups):
             with span("rollout"):
-                sampled = await self._in_flight.wait(asyncio.gather(*(group.sampled for group in groups)), groups)
+                sampled = await self._in_flight.sampled(groups)
                 failures = [failure for group in sampled for failure in group.failures]
                 num_rollouts = len(failures) + sum(len(group.rows) for group in sampled)
                 check_failed(failures, num_rollouts, self._config.rollout.max_failed)
@@ -366,13 +366,13 @@ class RolloutSource:
         return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
     def hurry(self) -> None:
-        """From now on give the reward function only a few seconds, because the run is ending."""
+        """From now on give episodes and the reward function only a few seconds, because the run is ending."""
         self._in_flight.hurry()
 
     async def close(self) -> None:
         """Cancel what is being sampled ahead, and release threads."""
         await self._in_flight.give_up(())
-        self._in_flight.close()
+        await self._in_flight.close()
 
 
 def _penalty_of(config: RunConfig) -> OverlongPenalty | None:

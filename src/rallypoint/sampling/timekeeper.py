@@ -9,12 +9,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
+
+import xxhash
 
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, RolloutFailed, TurnSampled
-from rallypoint.types import Mean, Metrics
+from rallypoint.types import Mean, Metrics, Trajectory
 
 _MUCH_SLOWER = 10.0
 """Times as long as most others take."""
@@ -170,6 +173,14 @@ class Timekeeper:
             f"the step waits for {len(left)} of {len(groups)} prompts: {oldest.name}, prompt {oldest.index} of the "
             f"run, has been under way for {waited:.0f} s and is being {doing}; {of_whom} {usual:.1f} s"
         )
+
+
+def turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
+    """Yield the responses of rollouts, by their samples."""
+    for sample, rollout in rollouts.items():
+        for number, turn in enumerate(rollout.turns):
+            digest = xxhash.xxh3_64_hexdigest(array("q", turn.response).tobytes())
+            yield sample, number, turn.spans or ((turn.version, len(turn.response)),), digest
 
 
 def _seconds(groups: Sequence[Timed]) -> list[float]:
