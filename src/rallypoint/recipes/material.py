@@ -41,7 +41,7 @@ from rallypoint.recipes.check_reward import ask_once
 from rallypoint.recipes.data_notes import Training, check_sources, check_truths, repetitions, say_fates
 from rallypoint.recipes.machine import check_machine
 from rallypoint.recipes.made import made_data, made_model
-from rallypoint.recipes.model_limits import RowLimits, check_weights, read_models, template_notes
+from rallypoint.recipes.model_limits import RowLimits, check_weights, id_notes, read_models, template_notes
 from rallypoint.recipes.own_functions import check_own_functions
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
@@ -205,7 +205,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     tokenizer, stops, limits = read_models(config)
     found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer))
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
-    notes += template_notes(config, tokenizer)
+    notes += [*template_notes(config, tokenizer), *id_notes(limits)]
     if config.data.generate is not None:
         return dataclasses.replace(found, notes=tuple(notes))
     held_out, most = data_sets(config, "data.validation"), config.data.stream_rows

@@ -116,6 +116,16 @@ def template_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ite
         )
 
 
+def id_notes(limits: Sequence[RowLimits]) -> Iterator[str]:
+    """Yield notes on models that lack ids which the policy, the first, may sample, and no text has."""
+    for one in limits[1:]:
+        if one.num_ids is not None and limits[0].num_ids is not None and one.num_ids < limits[0].num_ids:
+            yield (
+                f"the policy has {limits[0].num_ids:,} ids, and {one.whose} {one.num_ids:,}: the tokenizer has none of "
+                "the others, but the policy may sample one, which stops the run"
+            )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowLimits:
     """Limits that a model's config.json sets to its rows; None where it sets none."""

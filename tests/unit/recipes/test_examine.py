@@ -1,16 +1,19 @@
 """What `--dry-run` and `rally train` read before anything is started."""
 
+import asyncio
 import json
+import shutil
 
 import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
 from tiny_models import make_tiny_model
 
-from rallypoint.data import EncodedRows
+from rallypoint.data import EncodedRows, cued_text, encode_prompts, load_tokenizer, save_tokenizer
 from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
 from rallypoint.recipes.material import Material, examine, examine_dry
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.run.folder import launched
+from rallypoint.serving.codec import Codec
 
 REWARD = "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
 
@@ -233,6 +236,32 @@ def test_arguments_of_the_template_reach_the_prompts(tmp_path, own):
     assert any(line.startswith(f"{first}4 tokens: '<user>1<assistant>='") for line in examine_dry(own()))
     lines = examine_dry(own("data.template={enable_thinking: false}"))
     assert any(line.startswith(f"{first}3 tokens: '<user>1<assistant>'") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.template={enable_thinking: false, tone: '7='}",
+        "data.template={strftime_now: '2026-01-31T12:00:59'}",
+        "model.tokenizer={chat_template: OTHER}",
+    ],
+)
+def test_a_saved_model_is_asked_by_eval_chat_and_serve_as_it_was_in_training(tmp_path, own, change):
+    template, other = tmp_path / "model" / "chat_template.jinja", tmp_path / "other.jinja"
+    other.write_text("=" + template.read_text())
+    asked = "{% if enable_thinking is not defined %}={% endif %}{{ tone }}{{ strftime_now('%S') }}"
+    template.write_text(template.read_text() + asked)
+    found = examine(own(change.replace("OTHER", str(other))))
+    shutil.copytree(tmp_path / "model", saved := tmp_path / "saved")
+    save_tokenizer(found.tokenizer, saved)
+    tokenizer = load_tokenizer(saved, trust_remote_code=False)
+    for number in (0, 7):
+        (turn,), ids = found.train.examples[number].prompt, found.train.token_ids[number]
+        text = cued_text(tokenizer, [{"role": turn.role, "content": turn.content}])  # as `rally chat`
+        assert tuple(tokenizer.encode(text, add_special_tokens=False)) == ids
+        assert asyncio.run(Codec(tokenizer).encode_chat([(turn.role, turn.content)], max_tokens=32)) == ids
+    evaluated = encode_prompts(tokenizer, found.train.examples, max_prompt_tokens=32)
+    assert evaluated.token_ids == found.train.token_ids
 
 
 @pytest.mark.parametrize(("num_epochs", "num_steps"), [(1, 4), (0.1, 1), (1.4, 5), (2, 8)])

@@ -8,7 +8,7 @@ from tiny_models import make_tiny_model, make_tiny_reward_model
 from rallypoint.config import load_config
 from rallypoint.data import load_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.recipes.model_limits import check_reward_model, read_models
+from rallypoint.recipes.model_limits import RowLimits, check_reward_model, id_notes, read_models
 
 CONFIG = load_config("digits", ["reward.path=some/model"]).config
 
@@ -68,6 +68,13 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_both_numbers(c
     ).config
     with pytest.raises(ModelError, match="narrow: the tokenizer has 20 ids, but the embedding only 19 rows"):
         read_models(config)
+
+
+def test_ids_that_only_the_policy_has_are_said_at_the_start():
+    limits = [RowLimits(24, 64), RowLimits(24, 64, "the critic"), RowLimits(20, 64, "the teacher"), RowLimits(None, 64)]
+    (said,) = id_notes(limits)
+    assert said.startswith("the policy has 24 ids, and the teacher 20: ")
+    assert list(id_notes([RowLimits(20, 64), RowLimits(24, 64, "the teacher")])) == []
 
 
 def test_rows_longer_than_the_model_supports_are_refused(check, tmp_path):
