@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 Config = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a .yaml file, or a run folder.")]
-Run = Annotated[str, typer.Argument(help="A run folder, or a recipe: its newest run.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name, or a recipe: its newest run.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example actor.optimizer.lr=3e-4")]
 
 
@@ -114,7 +114,7 @@ def config(
         typer.Option("--from-verl", help="Translate a command line, a script (.sh) or a YAML file of verl's."),
     ] = None,
     from_trl: Annotated[
-        str | None, typer.Option("--from-trl", help="Translate arguments of TRL's SFTConfig, DPOConfig, GRPOConfig ...")
+        str | None, typer.Option("--from-trl", help="Translate a script of TRL's (.py), a command line, or arguments.")
     ] = None,
 ) -> None:
     """Print every key of a config with its value and where it was set; or a config of another project as ours."""
@@ -133,7 +133,7 @@ def config(
 
 @app.command()
 def simulate(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A run folder, or a recipe: its newest run.")],
+    recipe: Run,
     max_staleness: Annotated[
         list[int] | None, typer.Option(min=0, max=64, help="Values of rollout.max_staleness; by default 0, 1, 2, 4.")
     ] = None,
@@ -168,7 +168,7 @@ def show(
 
 @app.command()
 def runs(
-    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Folder of runs, or a run.")] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs, or a run.")] = "runs",
 ) -> None:
     """List runs with recipe, state, step, scores and age."""
     from rallypoint.cli.runs import list_runs
@@ -178,7 +178,7 @@ def runs(
 
 @app.command()
 def diff(a: Run, b: Run) -> None:
-    """Find the first step, rollout and token in which two runs part; 1 if there is one, 0 if they are equal."""
+    """Find the first step, rollout and token in which two runs part, and exit with 1 if there is one."""
     from rallypoint.cli.runs import print_difference
 
     raise typer.Exit(0 if print_difference(a, b) else 1)
@@ -257,9 +257,10 @@ def report(error: RallyError) -> int:
     return 2 if isinstance(error, WRONG_INPUT) else 1
 
 
-def _run() -> None:
+def _run(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, by default that of the process."""
     try:
-        app()
+        app(arguments)
     except KeyboardInterrupt:
         sys.exit(130)
     except RallyError as error:

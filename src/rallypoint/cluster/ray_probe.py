@@ -99,7 +99,10 @@ def check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise ProblemError(f"there is no Ray cluster at {address}: {error}") from None
+        raise ProblemError(
+            f"there is no Ray cluster at {address}: {error}; give the address that `ray start --head` printed, or "
+            "leave cluster.address out, so that one is started here"
+        ) from None
 
 
 def check_cluster(address: str) -> None:

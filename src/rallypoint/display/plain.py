@@ -13,7 +13,7 @@ from rallypoint.display.progress import Progress
 from rallypoint.display.state import Board, tokens_per_s
 from rallypoint.display.summary import print_summary
 from rallypoint.display.text import clean, clock_time
-from rallypoint.observability.numbers import compact, number
+from rallypoint.observability.numbers import compact, counted, number
 from rallypoint.run.reports import RunInfo, StepReport, Summary
 
 WIDTHS = {"actor/loss": 7, "actor/approx_kl": 6}
@@ -35,7 +35,7 @@ class PlainLines(Progress):
     def start(self, run: RunInfo) -> None:
         """Write the run's name and folder."""
         self._state.start(run)
-        parts = [f"{run.algorithm} {run.name}", f"{run.num_steps} steps"]
+        parts = [f"{run.algorithm} {run.name}", counted(run.num_steps, "step")]
         parts += [f"resumed at step {run.first_step}"] if run.first_step > 1 else []
         parts += [run.detail, str(run.run_dir)]
         self._write("  ".join(clean(part) for part in parts if part))
