@@ -195,5 +195,6 @@ def _find_signature_problem(spec: str, signature: inspect.Signature, parameters:
         missing = [one.name for one in declared if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
         if needed := [name for name in missing if name not in (*given, *parameters)]:
             return f"{spec} needs the parameter {needed[0]!r}: set reward.parameters={{{needed[0]}: ...}}"
-        return f"{spec} takes ({', '.join(signature.parameters)}), expected {_SIGNATURE}: {error}"
+        takes = ", ".join(str(one.replace(annotation=one.empty, default=one.empty)) for one in declared)
+        return f"{spec} takes ({takes}), expected {_SIGNATURE}: {error}"
     return None

@@ -19,6 +19,8 @@ def words(data_source, solution_str, ground_truth, extra_info=None):
     return "good"
 def other(answer):
     return 1.0
+def some(answer: str, score=0.0, **others):
+    return score
 """
 SET = (
     *("model.path=HERE/model", "data.train=HERE/good.jsonl", "reward.function=HERE/rewards.py:good"),
@@ -44,6 +46,7 @@ STARTS = {
     "no function in it": ("grpo reward.function=HERE/rewards.py:god", "did you mean 'good'?"),
     "no Python in it": ("grpo reward.function=HERE/broken.py:f", "cannot be read as Python"),
     "a reward that takes others": ("grpo reward.function=HERE/rewards.py:other", "takes (answer), expected"),
+    "a reward that takes the rest": ("grpo reward.function=HERE/rewards.py:some", "takes (answer, score, **others)"),
     "a reward without a number": ("grpo reward.function=HERE/rewards.py:words", "expected a number"),
     "no such device": ("grpo cluster.device=cuda", "set cluster.device=cpu"),
     "adapters of nothing": ("grpo 'model.lora={rank: 2, target_modules: [nothing]}'", "did you mean down_proj"),
