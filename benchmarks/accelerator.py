@@ -3,6 +3,7 @@
     python benchmarks/accelerator.py                       # Qwen3 shapes of 0.6B and 1.7B, random weights, bfloat16
     python benchmarks/accelerator.py --models 0.6B --activations checkpoint
     python benchmarks/accelerator.py --models 0.6B --any-order        # what deterministic kernels cost
+    python benchmarks/accelerator.py --models 0.6B --ragged           # lengths that no update has had before
     python benchmarks/accelerator.py --models tiny --device cpu        # whether it runs at all
 
 64 rows of 512 prompt and 512 response tokens, eight rollouts a prompt, at most 16,384 tokens in a micro-batch.
@@ -36,6 +37,8 @@ GROUP_SIZE = 8
 COLUMNS = {
     "model": "",
     "activations": "",
+    "rows": "",
+    "first s": ".3f",
     "s": ".3f",
     "tokens/s": ",.0f",
     "MFU": ".0%",
@@ -62,24 +65,63 @@ def config_of(name: str) -> Qwen3Config:
     )
 
 
-def make_batch(vocabulary: int, num_rows: int, length: int) -> ActorBatch:
-    """Rows of one length, the first half of them the prompt, which the rollouts of a group share."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (num_rows, length), generator=generator)
-    tokens[:, : length // 2] = tokens[::GROUP_SIZE, : length // 2].repeat_interleave(GROUP_SIZE, 0)
-    mask = (torch.arange(length) >= length // 2).expand(num_rows, length)
-    num_tokens = num_rows * length
+def make_batch(vocabulary: int, lengths: torch.Tensor, *, seed: int = 0) -> ActorBatch:
+    """Rows of such lengths, [B], the first half of each the prompt, which the rollouts of a group share."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = lengths.view(-1, GROUP_SIZE).amin(1).repeat_interleave(GROUP_SIZE) // 2
+    prompts = torch.randint(vocabulary, (len(lengths) // GROUP_SIZE, int(lengths.max())), generator=generator)
+    rows = [torch.randint(vocabulary, (int(length),), generator=generator) for length in lengths]
+    for at, (row, num) in enumerate(zip(rows, shared.tolist(), strict=True)):
+        row[:num] = prompts[at // GROUP_SIZE, :num]
+    num_tokens = int(lengths.sum())
     return ActorBatch(
-        offsets=offsets_from_lengths(torch.full((num_rows,), length)),
-        tokens=tokens.flatten(),
-        loss_mask=mask.flatten(),
-        prompt_index=torch.arange(num_rows) // GROUP_SIZE,
-        sample_index=torch.arange(num_rows) % GROUP_SIZE,
+        offsets=offsets_from_lengths(lengths),
+        tokens=torch.cat(rows),
+        loss_mask=torch.cat([torch.arange(len(row)) >= num for row, num in zip(rows, shared.tolist(), strict=True)]),
+        prompt_index=torch.arange(len(lengths)) // GROUP_SIZE,
+        sample_index=torch.arange(len(lengths)) % GROUP_SIZE,
         rollout_logprobs=torch.zeros(num_tokens),
         old_logprobs=torch.full((num_tokens,), -float(torch.tensor(vocabulary).log())),
         reference_logprobs=None,
         advantages=torch.randn(num_tokens, generator=generator),
     )
+
+
+def lengths_of(num_rows: int, length: int, *, is_ragged: bool, seed: int) -> torch.Tensor:
+    """[B] of one length, or between an eighth of it and all, others for every seed."""
+    if not is_ragged:
+        return torch.full((num_rows,), length)
+    return torch.randint(length // 8, length + 1, (num_rows,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_engine(name: str, device: torch.device, activations: str, *, deterministic: bool) -> TrainingEngine:
+    """Random weights under an optimizer."""
+    with device:
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
+    replace_layers(model)
+    config = load_config("grpo", ["data.train=x.jsonl", "model.path=x", "reward.function=x.py:y"]).config
+    return TrainingEngine(
+        ModelShard.whole(model),
+        optimizer=config.actor.optimizer,
+        max_tokens_per_micro_batch=16_384,
+        activations=activations,  # pyright: ignore[reportArgumentType]
+        deterministic=deterministic,
+    )
+
+
+def take_update(engine: TrainingEngine, batch: ActorBatch) -> None:
+    """One optimizer step on a batch, which ends with numbers on the host."""
+    device = engine.shard.model.device
+
+    def loss(rows: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        logprobs, mask = policy_outputs(engine.shard, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
+        assert rows.old_logprobs is not None, "`make_batch` has them"
+        old, weights = rows.old_logprobs[at].to(device), rows.advantages[at].to(device)
+        clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+        return policy_loss(logprobs, old, weights, mask.to(device), **clips).sum, Metrics()
+
+    engine.train(batch, loss, denominator=batch.num_loss_tokens, step=1, num_steps=1)
 
 
 def predicted_bytes(name: str, num_rows: int, length: int, activations: str) -> int:
@@ -103,7 +145,8 @@ def measure(
     num_rows: int,
     length: int,
     *,
-    deterministic: bool = True,
+    deterministic: bool,
+    is_ragged: bool,
 ) -> dict[str, str | float]:
     """Return a row of the table."""
     gc.collect()  # what the line before held
@@ -111,41 +154,29 @@ def measure(
     if device.type != "cpu":
         before = torch.accelerator.memory_allocated()
         torch.accelerator.reset_peak_memory_stats()
-    with device:
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
-    replace_layers(model)
-    config = load_config("grpo", ["data.train=x.jsonl", "model.path=x", "reward.function=x.py:y"]).config
-    engine = TrainingEngine(
-        ModelShard.whole(model),
-        optimizer=config.actor.optimizer,
-        max_tokens_per_micro_batch=16_384,
-        activations=activations,  # pyright: ignore[reportArgumentType]
-        deterministic=deterministic,
-    )
-    batch = make_batch(model.config.vocab_size, num_rows, length)
-
-    def loss(rows: ActorBatch, at: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        logprobs, mask = policy_outputs(engine.shard, rows, at, 1.0).logprobs, torch.ones(len(at), dtype=torch.bool)
-        old, weights = rows.old_logprobs[at].to(device), rows.advantages[at].to(device)
-        clips = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-        return policy_loss(logprobs, old, weights, mask.to(device), **clips).sum, Metrics()
-
+    engine = make_engine(name, device, activations, deterministic=deterministic)
+    vocabulary, flops = config_of(name).vocab_size, flops_of(engine.shard.model)
     seconds: list[float] = []
-    for _ in range(times + 1):  # the first warms up
+    rates: list[float] = []
+    shares: list[float] = []
+    for turn in range(times + 1):  # the first warms up
+        lengths = lengths_of(num_rows, length, is_ragged=is_ragged, seed=turn)
+        batch = make_batch(vocabulary, lengths, seed=turn if is_ragged else 0)
         began = time.perf_counter()
-        engine.train(batch, loss, denominator=batch.num_loss_tokens, step=1, num_steps=1)  # ends with a number
+        take_update(engine, batch)
         seconds.append(time.perf_counter() - began)
-    taken = statistics.median(seconds[1:])
-    flops = flops_of(model).forward_backward((batch.lengths - 1).tolist(), batch.num_loss_tokens)
-    share = flops / taken / device_peak(device, torch.bfloat16)
+        rates.append(batch.num_tokens / seconds[-1])
+        needed = flops.forward_backward((batch.lengths - 1).tolist(), batch.num_loss_tokens)
+        shares.append(needed / seconds[-1] / device_peak(device, torch.bfloat16))
     peak = (torch.accelerator.max_memory_allocated() - before) / 2**30 if device.type != "cpu" else float("nan")
     return {
         "model": name,
         "activations": activations,
-        "seconds": taken,
-        "tokens_per_s": batch.num_tokens / taken,
-        "mfu": share,
+        "rows": "ragged" if is_ragged else "equal",
+        "first_s": seconds[0],
+        "seconds": statistics.median(seconds[1:]),
+        "tokens_per_s": statistics.median(rates[1:]),
+        "mfu": statistics.median(shares[1:]),
         "peak_gib": peak,
         "predicted_gib": predicted_bytes(name, num_rows, length, activations) / 2**30,
     }
@@ -159,6 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--any-order", action="store_true", help="without engine.deterministic: kernels may add in any order"
     )
+    parser.add_argument("--ragged", action="store_true", help="rows of many lengths, others in every update")
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--rows", type=int, default=64)
@@ -174,7 +206,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in wanted.models:
         for activations in wanted.activations:
             rows = (wanted.times, wanted.rows, wanted.length)
-            table.add(**measure(name, device, activations, *rows, deterministic=not wanted.any_order))
+            kinds = {"deterministic": not wanted.any_order, "is_ragged": wanted.ragged}
+            table.add(**measure(name, device, activations, *rows, **kinds))
 
 
 if __name__ == "__main__":

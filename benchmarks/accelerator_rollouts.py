@@ -24,7 +24,7 @@ from transformers import Qwen3ForCausalLM
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
-from rallypoint.generation.native.accelerator.graphs import Capture, captures_on
+from rallypoint.generation.native.accelerator.graphs import captures_on
 from rallypoint.models.layers import replace_layers
 
 PROMPT_TOKENS = 256
@@ -61,29 +61,45 @@ def refuse(step: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG001
     raise RuntimeError("--no-graphs")
 
 
-def capture_of(device: torch.device) -> Capture | None:
-    """Return what captures steps; where torch has CUDA's graphs only, as before 2.13, these stand in for it."""
-    if device.type != "cuda" or hasattr(torch.accelerator, "Graph"):
-        return captures_on(device)
-    stream, pools = torch.cuda.Stream(device), []
+def make_model(name: str, device: torch.device, dtype: str) -> Qwen3ForCausalLM:
+    """Random weights of a shape."""
+    with device:
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, dtype)).eval()
+    replace_layers(model)
+    return model
 
-    def capture(step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        pool = pools[0] if pools else None
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            step()
-        pools.append(graph.pool())
-        return graph.replay
 
-    return capture
+def token_bytes_of(model: Qwen3ForCausalLM) -> int:
+    """Bytes of the keys and values of one token."""
+    config = model.config
+    numbers = config.num_hidden_layers * (config.num_key_value_heads or config.num_attention_heads) * config.head_dim
+    return 2 * numbers * model.dtype.itemsize
+
+
+def submit(
+    engine: NativeEngine,
+    batch: int,
+    num_tokens: int,
+    seed: int,
+    *,
+    num_prompt: int = PROMPT_TOKENS,
+    num_common: int = 0,
+    group_size: int = 1,
+) -> None:
+    """Ask an engine for so many tokens of each of so many rows, whose prompts begin with the same few tokens."""
+    params = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=seed)
+    for row in range(batch):
+        own = row // group_size * 31 + seed
+        prompt = tuple((0 if place < num_common else own) % 400 + place * 7 % 100 for place in range(num_prompt))
+        engine.submit(
+            Request(tokens=prompt, params=params, prompt_index=row // group_size, sample_index=row % group_size)
+        )
 
 
 def sampled(engine: NativeEngine, batch: int, num_tokens: int, seed: int) -> None:
     """Have an engine draw so many tokens of each of so many rows, whose prompts differ."""
-    params = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, seed=seed)
-    for row in range(batch):
-        prompt = tuple((row * 31 + place * 7 + seed) % 400 for place in range(PROMPT_TOKENS))
-        engine.submit(Request(tokens=prompt, params=params, prompt_index=row))
+    submit(engine, batch, num_tokens, seed)
     while engine.has_work:
         engine.step()
 
@@ -92,8 +108,8 @@ def measure(
     model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batch: int, rate: float
 ) -> dict[str, str | float]:
     """Return a row of the table."""
-    few, many, config = wanted.tokens // 4, wanted.tokens, model.config
-    makes = refuse if wanted.no_graphs else capture_of(model.device)
+    few, many = wanted.tokens // 4, wanted.tokens
+    makes = refuse if wanted.no_graphs else captures_on(model.device)
     num_captured = 0
 
     def counted(step: Callable[[], None]) -> Callable[[], None]:
@@ -114,8 +130,7 @@ def measure(
         differences.append(taken[1] - taken[0])
     step = statistics.median(differences[1:]) / (many - few)
     weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
-    of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    cache = batch * (PROMPT_TOKENS + (few + many) / 2) * of_a_token
+    cache = batch * (PROMPT_TOKENS + (few + many) / 2) * token_bytes_of(model)
     limit = (weights + cache) / rate
     return {
         "model": name,
@@ -150,10 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{device}, torch {torch.__version__}, copies at {rate / 1e9:,.0f} GB/s read and written\n")
     table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
-        with device:
-            torch.manual_seed(0)
-            model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, wanted.dtype)).eval()
-        replace_layers(model)
+        model = make_model(name, device, wanted.dtype)
         for batch in wanted.batches:
             table.add(**measure(model, name, wanted, batch, rate))
 

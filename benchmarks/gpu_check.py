@@ -1,6 +1,6 @@
 """Everything that a machine with a GPU can show, in one command and at most eight minutes: `make gpu-check`.
 
-    python benchmarks/gpu_check.py                       # tests/gpu, parity with the CPU, memory, speed
+    python benchmarks/gpu_check.py                       # tests/gpu, parity with the CPU, kernels, memory, speed, a run
     python benchmarks/gpu_check.py --device cpu          # the same command on a tiny model, to see that it works
     python benchmarks/gpu_check.py --wheels wheels       # with packages that the machine lacks and cannot fetch
 
@@ -112,18 +112,26 @@ def parts(device: str, out: Path) -> Iterator[list[Part]]:
     small = ("--rows", "8", "--length", "32", "--times", "1") if is_tiny else ("--times", "3")
     few = ("--batches", "2", "--tokens", "16", "--times", "1", "--dtype", "float32") if is_tiny else ("--times", "2")
 
-    def figures(name: str, script: str, *arguments: str) -> list[Part]:
+    def figures(name: str, script: str, *arguments: str, deadline_s: float = 60.0) -> list[Part]:
         json_file = ("--json", str(out / f"{name}.json"))
-        return [Part(name, (str(BENCHMARKS / script), *at, *arguments, *json_file), 90.0)]
+        return [Part(name, (str(BENCHMARKS / script), *at, *arguments, *json_file), deadline_s)]
 
     yield figures("parity", "parity.py")
+    of_first = ("--model", models[0])
+    yield figures("kernels", "accelerator_kernels.py", *of_first, "--rows", "8" if is_tiny else "256")
+    tight = ("--rows", "8", "--tokens", "16", "--cache-gib", "0.01", "--times", "1") if is_tiny else ("--tokens", "256")
+    size = ("--prompts", "4", "--tokens", "8") if is_tiny else ("--prompts", "8", "--tokens", "128")
     for model in models:
-        for keeps in ("checkpoint", "keep"):
-            update = ("--models", model, "--activations", keeps, *small)
-            yield figures(f"update-{model}-{keeps}", "accelerator.py", *update)
+        update = ("--models", model, *small)
+        yield figures(f"update-{model}-ragged", "accelerator.py", *update, "--activations", "keep", "--ragged")
+        for keeps in ("keep", "checkpoint"):
+            yield figures(f"update-{model}-{keeps}", "accelerator.py", *update, "--activations", keeps)
         if model == models[0]:  # beside update-...-keep: what deterministic kernels cost
-            update = ("--models", model, "--activations", "keep", "--any-order", *small)
-            yield figures(f"update-{model}-any-order", "accelerator.py", *update)
+            yield figures(
+                f"update-{model}-any-order", "accelerator.py", *update, "--activations", "keep", "--any-order"
+            )
+            yield figures("prefill", "accelerator_prefill.py", *of_first, *tight, deadline_s=90.0)
+            yield figures("run", "accelerator_run.py", *of_first, *size, deadline_s=120.0)
         yield figures(f"rollouts-{model}", "accelerator_rollouts.py", "--models", model, *few)
 
 

@@ -21,7 +21,16 @@ sys.path += [str(TESTS / "shared"), str(TESTS / "distributed")]
 
 from rounded_steps import BOUNDS, errors_of, make_rounded_model, take_steps  # noqa: E402 - found by the line above
 
-COLUMNS = {"role": "", "rows": "", "losses": ".4f", "norms": ".4f", "changes": ".4f", "worst change": ".4f", "fine": ""}
+COLUMNS = {
+    "role": "",
+    "rows": "",
+    "losses": ".4f",
+    "first norm": ".4f",
+    "norms": ".4f",
+    "changes": ".4f",
+    "worst change": ".4f",
+    "fine": "",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -164,6 +164,11 @@ def test_an_engine_takes_its_cache_and_little_more_and_gives_it_back(folder, pro
     generate(engine, prompts, PARAMS, version=0, group_size=8)
     assert torch.accelerator.max_memory_allocated() - before < 1.05 * cache + 128 * 2**20
     engine.sleep()
-    assert torch.accelerator.memory_allocated() - before < 0.01 * cache
+    asleep = torch.accelerator.memory_allocated()
+    assert asleep - before < 0.01 * cache + 64 * 2**20  # libraries keep the room that they took at first
+    engine.wake()
+    generate(engine, prompts, PARAMS, version=0, group_size=8)
+    engine.sleep()
+    assert torch.accelerator.memory_allocated() - asleep < 0.01 * cache
     engine.wake()
     assert np.isfinite(generate(engine, prompts, PARAMS, version=0, group_size=8).rollout_logprobs.numpy()).all()

@@ -2,15 +2,17 @@
 
 import json
 
-from rallypoint.generation.native.accelerator import kernel as kernels
+from rallypoint.generation.native.accelerator import kernel as attention
+from rallypoint.models import kernels
 
 TARGETS = (("cuda", 90, 32), ("hip", "gfx942", 64))
-STATES = ("out", "query", "keys", "values", "key", "value")
+STATES = ("out", "query", "keys", "values", "key", "value", "logits", "states", "cos", "sin")
 OTHERS = {
     **dict.fromkeys(("table", "num_blocks", "first_positions", "sizes"), "*i32"),
-    **dict.fromkeys(("positions", "step", "places"), "*i64"),
-    **dict.fromkeys(("room", "tops", "sums"), "*fp32"),
-    **dict.fromkeys(("scaling", "softcap"), "fp32"),
+    **dict.fromkeys(("positions", "step", "places", "targets"), "*i64"),
+    **dict.fromkeys(("room", "tops", "sums", "largest", "log_total", "entropy", "normaliser"), "*fp32"),
+    **dict.fromkeys(("of_shares", "of_entropy", "of_targets"), "*fp32"),
+    **dict.fromkeys(("scaling", "softcap", "temperature", "lowest"), "fp32"),
 }
 
 
@@ -20,9 +22,11 @@ def main() -> None:
     from triton.compiler import ASTSource
 
     types = {**OTHERS, **dict.fromkeys(STATES, "*bf16")}
-    widths = {"SIZE": 32, "DIM": 128, "SHARE": 16, "PARTS": 8, "HAS_CAP": True, "HAS_WINDOW": True}
+    widths = {"SIZE": 32, "DIM": 128, "SHARE": 16, "PARTS": 8, "HAS_CAP": True, "HAS_WINDOW": True, "HAS_ENTROPY": True}
+    widths |= {"BLOCK": 4096, "HEADS": 16, "HALF": 64, "SIGN": -1.0}
+    ours = attention._write, attention._attend, attention._join, kernels._statistics, kernels._gradient, kernels._rotate
     for target in TARGETS:
-        for kernel in (kernels._write, kernels._attend, kernels._join):
+        for kernel in ours:
             function = triton.jit(kernel)
             fixed = {name: width for name, width in widths.items() if name in function.arg_names}
             signature = {name: types.get(name, "i32") for name in function.arg_names}

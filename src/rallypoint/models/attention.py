@@ -29,6 +29,7 @@ from rallypoint.models.products import (
     tokens_per_block,
 )
 from rallypoint.models.slots import Fold, Folded, PaddedRows, Slots, Unfolded
+from rallypoint.models.varlen import PackedKeys, find_varlen
 from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"
@@ -95,9 +96,10 @@ AttentionInterface.register(ATTENTION, attend_rows)
 class PackedRows:
     """Causal attention within each row of a packed stream; rows do not see each other.
 
-    Rows are computed in classes of similar length (the same power of two), padded to the longest of their class
-    inside this file and `slots` only. Tokens that rows share are in the stream once: every row reads their keys and
-    values, and their output is that of the first row. Filler tokens behind the last row see nothing.
+    Where one call computes all of them it does (see `varlen`). Elsewhere, and in float32, rows are computed in
+    classes of similar length (the same power of two), padded to the longest of their class inside this file and
+    `slots` only. Tokens that rows share are in the stream once: every row reads their keys and values, and their output
+    is that of the first row. Filler tokens behind the last row see nothing.
     """
 
     def __init__(
@@ -121,8 +123,11 @@ class PackedRows:
         if shared is not None:
             position_ids = position_ids[shared.kept]
         self.position_ids = sent(functional.pad(position_ids, (0, num_filler)), device).unsqueeze(0)
-        self._slots = Slots(offsets, _length_classes(lengths), shared, num_filler)
+        self._layout = offsets, device, shared
+        self._num_filler = num_filler
         # Layers of one kind share these; the first of them makes them.
+        self._keys: PackedKeys | None = None
+        self._rectangles: Slots | None = None
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[SequenceBatch]] = {}
 
@@ -132,6 +137,11 @@ class PackedRows:
         """See `Rows.attend`."""
         del layer
         kv_heads, share = key.shape[1], query.shape[1] // key.shape[1]
+        kernel = find_varlen(query, kv_heads, limits)
+        if kernel is not None:
+            if self._keys is None:
+                self._keys = PackedKeys(*self._layout)
+            return self._keys.attend(kernel, query, key, value, scaling, limits.window)
         # Rectangles are in order of length.
         by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
         others = self._slots.rectangles[len(by_products) :]
@@ -151,6 +161,13 @@ class PackedRows:
             batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
             outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
+
+    @property
+    def _slots(self) -> Slots:
+        if self._rectangles is None:
+            offsets, _, shared = self._layout
+            self._rectangles = Slots(offsets, _length_classes(offsets.diff()), shared, self._num_filler)
+        return self._rectangles
 
     def _folds_of(
         self, by_products: Sequence[PaddedRows], others: Sequence[PaddedRows], kv_heads: int, share: int, like: Tensor

@@ -7,6 +7,7 @@ fits the cache:
     chunk     [ 2,000 tokens x V ]      a product in the precision of the states, then its gradient, in the same memory
     strip     [    16 tokens x V ]      softmax and its gradient, in float32
 
+Where there are kernels for the softmax (see `kernels`) a chunk has no strips, and nothing of its size is in float32.
 The logits of the first chunks are kept for the backward pass up to a bound of bytes. Of the others only the normaliser
 is kept, one number a token, and the backward pass computes them again.
 
@@ -18,7 +19,7 @@ weight's gradient is a sum over tokens, and matrix products may round a row depe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rallypoint.config.limits import CHUNK_BYTES, CHUNK_BYTES_ON_ACCELERATORS, KEPT_BYTES, KEPT_BYTES_ON_ACCELERATORS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
+from rallypoint.models.kernels import LOWEST_LOGIT, Kernels, RowGradients, find_kernels
 
 _STRIP_BYTES = 2 * 2**20
 """Size of a strip of logits in the precision of the softmax, on a CPU; there are two such buffers."""
-
-_LOWEST_LOGIT = -1e30
-"""Lower bound of logits: a model can exclude a token (-inf), which must add 0 to the entropy, not NaN."""
 
 _Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None]
 
@@ -172,7 +171,7 @@ def likeliest(
     with torch.no_grad():
         for chunk in _chunks(len(states), max(1, chunk_bytes // row_bytes)):
             logits = functional.linear(states[chunk], weight, bias).to(own.dtype)
-            scaled = _cap(logits.clamp_(min=_LOWEST_LOGIT), softcap).div_(temperature)
+            scaled = _cap(logits.clamp_(min=LOWEST_LOGIT), softcap).div_(temperature)
             found = scaled.topk(min(num, len(weight)), dim=-1)
             most[chunk, : found.values.shape[1]], ids[chunk, : found.values.shape[1]] = found
             own[chunk] = scaled.gather(1, targets[chunk].unsqueeze(1)).squeeze(1)
@@ -197,20 +196,11 @@ class _HeadStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         entropy, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(2))
         logprobs = entropy.new_empty(targets.shape)
-        strips = _Strips(states, weight, rows_per_chunk)
+        softmax = _softmax_of(states, weight, bias, rows_per_chunk, temperature, softcap)
         ctx.kept = []
         for chunk in _chunks(len(states), rows_per_chunk):
             logits = functional.linear(states[chunk], weight, bias)
-            for rows, part, scaled, shares in strips.of(chunk, logits):
-                # Relative to the largest logit, all terms of the entropy are positive: nothing cancels.
-                largest = _cap(_finite(part, out=scaled), softcap).amax(-1) / temperature
-                torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / temperature, out=scaled)
-                chosen = scaled.gather(1, targets[rows])
-                total = torch.exp(scaled, out=shares).sum(-1)
-                log_total = total.log()
-                logprobs[rows] = chosen - log_total.unsqueeze(1)
-                entropy[rows] = log_total - shares.mul_(scaled).sum(-1) / total
-                normaliser[rows] = largest + log_total
+            softmax.statistics(logits, targets[chunk], (logprobs[chunk], entropy[chunk], normaliser[chunk]))
             if len(ctx.kept) < num_kept:
                 ctx.kept.append(logits)
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)  # pyright: ignore[reportArgumentType] - None may be saved
@@ -235,28 +225,12 @@ class _HeadStatistics(torch.autograd.Function):
         grad_states = torch.empty_like(states) if wants_states else None
         grad_weight = _Sum(normaliser.dtype)
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if wants_bias and bias is not None else None
-        strips = _Strips(states, weight, ctx.rows_per_chunk)
+        softmax = _softmax_of(states, weight, bias, ctx.rows_per_chunk, ctx.temperature, ctx.softcap)
         for chunk in _chunks(len(states), ctx.rows_per_chunk):
             grad = kept.pop() if kept else functional.linear(states[chunk], weight, bias)
-            for rows, part, log_shares, shares in strips.of(chunk, grad):
-                logits = _cap(_finite(part, out=log_shares), ctx.softcap)
-                # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
-                slope = None if ctx.softcap is None else (logits / ctx.softcap).square_().neg_().add_(1.0)
-                torch.add(-normaliser[rows].unsqueeze(1), logits, alpha=alpha, out=log_shares)
-                torch.exp(log_shares, out=shares)
-                _to_grad(
-                    shares,
-                    log_shares,
-                    grad_shares[rows],
-                    None if grad_entropy is None else grad_entropy[rows],
-                    entropy[rows],
-                )
-                shares.scatter_add_(1, targets[rows], grad_logprobs[rows])
-                if slope is not None:
-                    shares.mul_(slope)
-                if grad_bias is not None:
-                    grad_bias += shares.sum(0)
-                part.copy_(shares)
+            of_entropy = None if grad_entropy is None else grad_entropy[chunk]
+            columns = normaliser[chunk], entropy[chunk], grad_shares[chunk], of_entropy
+            softmax.to_gradient(grad, RowGradients(*columns, targets[chunk], grad_logprobs[chunk]), grad_bias)
             if grad_states is not None:
                 torch.mm(grad, weight, out=grad_states[chunk])
             if wants_weight:
@@ -267,7 +241,7 @@ class _HeadStatistics(torch.autograd.Function):
 
 def _finite(logits: Tensor, *, out: Tensor) -> Tensor:
     """Copy logits, with -inf as a finite number."""
-    return out.copy_(logits).clamp_(min=_LOWEST_LOGIT)
+    return out.copy_(logits).clamp_(min=LOWEST_LOGIT)
 
 
 def _cap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -275,21 +249,96 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-class _Strips:
-    """Strips of rows of a chunk, with two buffers in the precision of the softmax."""
+class _Softmax(Protocol):
+    """Softmax of the logits of a chunk, [n, V], and its gradient."""
 
-    def __init__(self, states: Tensor, weight: Tensor, rows_per_chunk: int) -> None:
-        vocabulary, dtype = weight.shape[0], _softmax_dtype(states)
+    def statistics(self, logits: Tensor, targets: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write logprobs of targets, [n, M], entropies and normalisers, [n] each."""
+        ...
+
+    def to_gradient(self, logits: Tensor, rows: RowGradients, grad_bias: Tensor | None) -> None:
+        """Write the gradient of logits in their place, and add its sum over rows to that of the bias, [V]."""
+        ...
+
+
+def _softmax_of(
+    states: Tensor, weight: Tensor, bias: Tensor | None, rows_per_chunk: int, temperature: float, softcap: float | None
+) -> _Softmax:
+    """Return kernels where there are some: the gradient of a bias is a sum in float32, which they do not have."""
+    kernels = find_kernels(states) if bias is None else None
+    if kernels is not None:
+        return _ByKernels(kernels, temperature, softcap)
+    return _ByStrips(states, len(weight), rows_per_chunk, temperature, softcap)
+
+
+class _ByKernels:
+    """See `_Softmax`."""
+
+    def __init__(self, kernels: Kernels, temperature: float, softcap: float | None) -> None:
+        self._kernels, self._temperature, self._softcap = kernels, temperature, softcap
+
+    def statistics(self, logits: Tensor, targets: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        logprobs, entropy, normaliser = out
+        largest, log_total, found = self._kernels.statistics(logits, self._temperature, self._softcap)
+        chosen = _cap(logits.gather(1, targets).to(logprobs.dtype).clamp_(min=LOWEST_LOGIT), self._softcap)
+        chosen.div_(self._temperature).sub_(largest.unsqueeze(1))
+        torch.sub(chosen, log_total.unsqueeze(1), out=logprobs)
+        torch.add(largest, log_total, out=normaliser)
+        entropy.copy_(found)
+
+    def to_gradient(self, logits: Tensor, rows: RowGradients, grad_bias: Tensor | None) -> None:
+        assert grad_bias is None, "there is no bias"
+        self._kernels.to_gradient(logits, rows, self._temperature, self._softcap)
+
+
+class _ByStrips:
+    """See `_Softmax`; strips of rows of a chunk, with two buffers in the precision of the softmax."""
+
+    def __init__(
+        self, states: Tensor, vocabulary: int, rows_per_chunk: int, temperature: float, softcap: float | None
+    ) -> None:
+        dtype = _softmax_dtype(states)
+        self._temperature, self._softcap = temperature, softcap
         self._num_rows = max(1, min(len(states), rows_per_chunk))
         if computes_in_pieces(states.device):  # elsewhere many small kernels cost more than the memory
             self._num_rows = max(1, min(self._num_rows, _STRIP_BYTES // (vocabulary * dtype.itemsize)))
         self._buffers = [states.new_empty(self._num_rows, vocabulary, dtype=dtype) for _ in range(2)]
 
-    def of(self, chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield the rows of each strip among all rows, its part of the chunk's logits, and its buffers."""
+    def _strips(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield the rows of each strip, its logits, and its buffers."""
         for rows in _chunks(len(logits), self._num_rows):
             first, second = (buffer[: rows.stop - rows.start] for buffer in self._buffers)
-            yield slice(chunk.start + rows.start, chunk.start + rows.stop), logits[rows], first, second
+            yield rows, logits[rows], first, second
+
+    def statistics(self, logits: Tensor, targets: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        logprobs, entropy, normaliser = out
+        for rows, part, scaled, shares in self._strips(logits):
+            # Relative to the largest logit, all terms of the entropy are positive: nothing cancels.
+            largest = _cap(_finite(part, out=scaled), self._softcap).amax(-1) / self._temperature
+            torch.add(-largest.unsqueeze(1), scaled, alpha=1.0 / self._temperature, out=scaled)
+            chosen = scaled.gather(1, targets[rows])
+            total = torch.exp(scaled, out=shares).sum(-1)
+            log_total = total.log()
+            logprobs[rows] = chosen - log_total.unsqueeze(1)
+            entropy[rows] = log_total - shares.mul_(scaled).sum(-1) / total
+            normaliser[rows] = largest + log_total
+
+    def to_gradient(self, logits: Tensor, rows: RowGradients, grad_bias: Tensor | None) -> None:
+        softcap = self._softcap
+        for at, part, log_shares, shares in self._strips(logits):
+            of = RowGradients(*(None if column is None else column[at] for column in rows))  # pyright: ignore[reportArgumentType] - only one may be None
+            capped = _cap(_finite(part, out=log_shares), softcap)
+            # d (cap * tanh(x / cap)) / d x = 1 - tanh(x / cap)^2
+            slope = None if softcap is None else (capped / softcap).square_().neg_().add_(1.0)
+            torch.add(-of.normaliser.unsqueeze(1), capped, alpha=1.0 / self._temperature, out=log_shares)
+            torch.exp(log_shares, out=shares)
+            _to_grad(shares, log_shares, of.of_shares, of.of_entropy, of.entropy)
+            shares.scatter_add_(1, of.targets, of.of_targets)
+            if slope is not None:
+                shares.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += shares.sum(0)
+            part.copy_(shares)
 
 
 class _Sum:

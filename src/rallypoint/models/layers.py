@@ -20,6 +20,7 @@ from torch.nn import functional
 from rallypoint.families import FAMILIES
 from rallypoint.models.attention import Rows
 from rallypoint.models.experts import replace_routers
+from rallypoint.models.kernels import find_kernels
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.products import Limits
 
@@ -216,12 +217,16 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)  # unchanged: all layers share these tensors
-        return _rotated(states, cos, _signed(sin))
+        kernels = find_kernels(states)
+        return _rotated(states, cos, _signed(sin)) if kernels is None else kernels.rotate(states, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         cos, sin = ctx.saved_tensors
+        kernels = find_kernels(grad)
+        if kernels is not None:
+            return kernels.rotate(grad, cos, sin, backwards=True), None, None
         return _rotated(grad, cos, -_signed(sin)), None, None
 
 

@@ -28,7 +28,7 @@ def test_steps_in_bfloat16_are_those_in_float64_up_to_rounding(take, expected, c
 
 
 def test_steps_up_the_loss_are_found(take, expected):
-    assert beyond_bounds(take("bfloat16", sign=-1.0), expected).keys() == {"losses", "norms", "changes", "worst change"}
+    assert beyond_bounds(take("bfloat16", sign=-1.0), expected).keys() >= {"losses", "norms", "changes", "worst change"}
 
 
 @pytest.mark.parametrize("row", [0, 3, 7, 10])
@@ -39,4 +39,5 @@ def test_a_row_that_says_nothing_is_found(take, expected, row):
 
 def test_steps_of_another_size_are_found(take, expected):
     # Clipped gradients and Adam hide the size of a loss from the weights; the norms show it.
-    assert "norms" in beyond_bounds(take("bfloat16", sign=1.05), expected)
+    assert beyond_bounds(take("bfloat16", sign=1.05), expected).keys() >= {"first norm", "norms"}
+    assert "first norm" in beyond_bounds(take("bfloat16", sign=1.02), expected)

@@ -234,6 +234,7 @@ class NativeEngine:
             reason = sequence.append(token, *both)
             if reason is not None:
                 ended.append(sequence)
+                self._scheduler.note_length(len(sequence.tokens))
             if reason is not None or sequence.request.streamed:
                 outputs.append(sequence.output(self.version, reason))
         if ended:

@@ -65,6 +65,11 @@ class KVCache:
         self.keys[layer].permute(0, 3, 1, 2).index_put_((blocks, offsets), key)
         self.values[layer].transpose(1, 2).index_put_((blocks, offsets), value)
 
+    def read_slots(self, layer: int, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some tokens, [T, K, D] both, as `write` takes them."""
+        slots = blocks, offsets
+        return self.keys[layer].permute(0, 3, 1, 2)[slots], self.values[layer].transpose(1, 2)[slots]
+
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of some blocks, end to end: [tokens, K, D] both."""
         keys, values = self.keys[layer].index_select(0, blocks), self.values[layer].index_select(0, blocks)

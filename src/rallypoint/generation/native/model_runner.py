@@ -6,7 +6,6 @@ Must not know: requests that wait, or why a sequence ends. What is particular to
 
 from __future__ import annotations
 
-import itertools
 from collections import abc, deque
 from functools import partial
 from typing import Protocol
@@ -14,7 +13,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.cpu.threads import Lanes
@@ -24,11 +22,6 @@ from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShape
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
 from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
-from rallypoint.models import PackedRows
-from rallypoint.models.fused import attend_fused
-from rallypoint.models.head import soft_capped
-from rallypoint.models.products import NO_LIMITS, Limits
-from rallypoint.types import offsets_from_lengths
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
 """Rows that may be wasted, as a part of a step's rows. To make batches takes about as long for any model: at 1M, whose
@@ -264,86 +257,3 @@ def steps_worth_sampling(left: abc.Sequence[int], most: int) -> int:
     steps = np.arange(1, most + 1)
     wasted = (steps[:, None] - np.array(left)).clip(0).sum(1)
     return int(steps[wasted <= steps * len(left) / 16][-1])
-
-
-def prefill_packed(
-    decoder: Decoder, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int
-) -> abc.Sequence[Tensor]:
-    """Prefill chunks in one packed pass over so many tokens, at least theirs; see `Backend.prefill`."""
-    attention = PrefillAttention(cache, chunks, num_tokens)
-    return wanted_states(decoder(attention), chunks)
-
-
-def wanted_states(states: Tensor, chunks: abc.Sequence[PrefillChunk]) -> abc.Sequence[Tensor]:
-    """Return the states that each chunk wants, [n, E], of those of all their tokens, [T, E]."""
-    ends = itertools.accumulate(len(chunk.tokens) for chunk in chunks)
-    numbers = [range(end - chunk.num_states, end) for chunk, end in zip(chunks, ends, strict=True)]
-    index = torch.tensor(list(itertools.chain.from_iterable(numbers)), device=states.device)
-    return states.index_select(0, index).split([chunk.num_states for chunk in chunks])
-
-
-class PrefillAttention:
-    """See `rallypoint.models.Rows`; the stream is the chunks, end to end, those without a past first, and padding."""
-
-    def __init__(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk], num_tokens: int) -> None:
-        """Lay chunks out in a stream of so many tokens, at least theirs."""
-        self._cache = cache
-        device = cache.keys.device
-        fresh = [chunk for chunk in chunks if not chunk.past]
-        self._later = chunks[len(fresh) :]
-        assert all(chunk.past for chunk in self._later), "those without a past come first"
-        self._offsets = offsets_from_lengths(torch.tensor([len(chunk.tokens) for chunk in chunks]))
-        self._packed = PackedRows(self._offsets[: len(fresh) + 1], device) if fresh else None
-        self._num_fresh = len(fresh)
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        self._num_padding = num_tokens - len(tokens)
-        self.tokens = torch.tensor(tokens + [0] * self._num_padding, device=device)
-        """[T] int64."""
-        # The first token of each chunk stands behind its past.
-        behind = self._offsets[:-1] - torch.tensor([chunk.num_past for chunk in chunks])
-        positions = torch.arange(len(tokens)) - behind.repeat_interleave(self._offsets.diff())
-        self.position_ids = functional.pad(positions, (0, self._num_padding)).to(device).unsqueeze(0)
-        """[1, T] int64."""
-        slots = [slot for chunk in chunks for slot in chunk.slots]
-        self._blocks = torch.tensor([block.index for block, _ in slots], device=device)
-        self._block_offsets = torch.tensor([offset for _, offset in slots], device=device)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
-    ) -> Tensor:
-        """See `Rows.attend`."""
-        num_tokens = int(self._offsets[-1])
-        self._cache.write(layer, self._blocks, self._block_offsets, key[:num_tokens], value[:num_tokens])
-        parts: list[Tensor] = []
-        if self._packed is not None:
-            part = slice(0, int(self._offsets[self._num_fresh]))
-            parts.append(self._packed.attend(layer, query[part], key[part], value[part], scaling, limits))
-        for at, chunk in enumerate(self._later, self._num_fresh):
-            part = slice(int(self._offsets[at]), int(self._offsets[at + 1]))
-            parts.append(self._attend_to_past(layer, chunk, query[part], key[part], value[part], scaling, limits))
-        if self._num_padding:
-            parts.append(query.new_zeros(self._num_padding, *query.shape[1:]))
-        return torch.cat(parts)
-
-    def _attend_to_past(
-        self, layer: int, chunk: PrefillChunk, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits
-    ) -> Tensor:
-        """Return the attention of one chunk to its past and to itself: [T, H, D]."""
-        index = torch.tensor([block.index for block in chunk.past], device=query.device)
-        past = self._cache.read(layer, index)
-        keys, values = (
-            torch.cat([old[: chunk.num_past], new]).transpose(0, 1).unsqueeze(0)
-            for old, new in zip(past, (key, value), strict=True)
-        )
-        length = len(query)
-        visible = torch.ones(length, length + chunk.num_past, dtype=torch.bool, device=query.device)
-        visible = visible.tril(chunk.num_past)
-        if limits.window is not None:
-            visible = visible.triu(chunk.num_past - limits.window + 1)
-        if limits.softcap is not None:
-            share = query.shape[1] // key.shape[1]
-            keys, values = (states.squeeze(0).repeat_interleave(share, 0) for states in (keys, values))
-            scores = soft_capped((query.transpose(0, 1) @ keys.transpose(1, 2)) * scaling, limits.softcap)
-            return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
-        out = attend_fused(query.transpose(0, 1).unsqueeze(0), keys, values, scaling, visible)
-        return out.squeeze(0).transpose(0, 1)

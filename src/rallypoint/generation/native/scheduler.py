@@ -2,9 +2,10 @@
 
 Owns: the queue, admission, preemption, and when batches are made again. Must not know: models, tensors, or outputs.
 
-Sequences are admitted in the order of their requests, as long as there is memory. When a running one needs a block and
-none is left, the one admitted last is preempted: it loses its blocks, waits, and is computed again when its turn comes.
-Its tokens stay the same, because they do not depend on when they are sampled.
+Sequences are admitted in the order of their requests, as long as there will probably be memory whenever one that runs
+needs it: responses are expected to be as long as those that have ended, and leave their memory then. When a running one
+needs a block and none is left, the one admitted last is preempted: it loses its blocks, waits, and is computed again
+when its turn comes. Its tokens stay the same, because they do not depend on when they are sampled.
 
 Sequences that decode together form batches. Making batches costs more than computing a few wasted rows, so they last
 for several steps: sequences get memory for some tokens ahead, and one that has ended keeps its row until new batches
@@ -20,6 +21,9 @@ import numpy as np
 from rallypoint.config.limits import BLOCK_TOKENS, PREFILL_TOKENS
 from rallypoint.generation.native.block_manager import Block, BlockManager, BlockTables, Integers
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
+
+_LENGTHS = 256
+"""Responses over which the mean of their lengths is taken, roughly."""
 
 
 class Scheduler:
@@ -40,6 +44,8 @@ class Scheduler:
         self._held: list[Block] = []
         """Blocks of sequences that have ended while their batch goes on, and still writes to them."""
         self._is_full = False
+        self._mean_length: float | None = None
+        """Tokens of the responses that ended last; None until one has."""
 
     def cancel(self, request_ids: abc.Set[int]) -> list[Sequence]:
         """Drop the sequences with these ids, and return those found."""
@@ -51,10 +57,10 @@ class Scheduler:
     def admit(self) -> tuple[list[Sequence], list[PrefillChunk]]:
         """Admit waiting sequences while there is room, oldest first; return them, and what must be prefilled."""
         admitted: list[tuple[Sequence, int]] = []
-        num_tokens = 0
+        num_tokens, prospects = 0, list(map(self._prospect, self.running))
         while self.waiting and len(self.running) < self._max_sequences and num_tokens < PREFILL_TOKENS:
             sequence = self.waiting[0]
-            num_found = self._allocate_prompt(sequence)
+            num_found = self._allocate_prompt(sequence, prospects)
             if num_found is None:
                 if self._held:
                     self.end_batches()
@@ -68,6 +74,7 @@ class Scheduler:
             self.running.append(sequence)
             # Now, as the next ones must not count on that memory.
             self._grow(sequence, len(sequence.tokens) - 1)
+            prospects.append(self._prospect(sequence))
             num_cached = sum(len(block.tokens) for block in sequence.prompt_blocks[:num_found])
             num_tokens += len(sequence.request.tokens) - num_cached + len(sequence.tokens)
         return [sequence for sequence, _ in admitted], _chunks(admitted)
@@ -115,6 +122,11 @@ class Scheduler:
         if not self.running:
             self.end_batches()
 
+    def note_length(self, num_tokens: int) -> None:
+        """Take into account how long a response was that has ended by itself."""
+        before = float(num_tokens) if self._mean_length is None else self._mean_length
+        self._mean_length = before + (num_tokens - before) / _LENGTHS
+
     def end_batches(self) -> None:
         """Drop the batches, and free the memory of sequences that have ended."""
         self.num_steps = self._num_wasted = self._num_ended = 0
@@ -128,10 +140,17 @@ class Scheduler:
         if self.blocks is not None:
             self.blocks.forget_prompts()
 
-    def _allocate_prompt(self, sequence: Sequence) -> int | None:
+    def _prospect(self, sequence: Sequence) -> tuple[int, int]:
+        """Return how many more tokens a response will probably have, and how many blocks it has."""
+        limit, num = sequence.max_new_tokens, len(sequence.tokens)
+        mean = limit / 2 if self._mean_length is None else self._mean_length
+        # One that is longer than most may be much longer.
+        return max(0, int(min(limit, max(mean, num + mean / 4))) - num), len(sequence.own_blocks)
+
+    def _allocate_prompt(self, sequence: Sequence, prospects: abc.Sequence[tuple[int, int]]) -> int | None:
         """Allocate the blocks of a prompt, and return how many were in the prefix cache.
 
-        Return None if there is too little memory for them and for the response so far.
+        Return None if there is too little memory for them, the response, and what others will need meanwhile.
         """
         blocks, tokens = self.blocks, sequence.request.tokens
         assert blocks is not None, "there is a cache"
@@ -139,8 +158,8 @@ class Scheduler:
         blocks.acquire(found)
         num_cached = sum(len(block.tokens) for block in found)
         needed = -(-(len(tokens) - num_cached) // BLOCK_TOKENS) + len(sequence.tokens) // BLOCK_TOKENS + 1
-        # Some spare memory, or sequences would soon be preempted again.
-        if needed + len(self.running) // 4 > blocks.num_available and self.running:
+        to_come = blocks_to_come([*prospects, self._prospect(sequence)])
+        if needed + to_come > blocks.num_available and self.running:
             blocks.release(found)
             return None
         sequence.prompt_blocks = list(found)
@@ -180,6 +199,22 @@ class Scheduler:
             elif fits < num_steps:
                 num_steps = fits
         return num_steps
+
+
+def blocks_to_come(prospects: abc.Sequence[tuple[int, int]]) -> int:
+    """Return how many more blocks sequences will have at once, given the tokens left of each and the blocks it has.
+
+    That is most when one of them is about to end, and those that end before it have left their blocks.
+
+    >>> blocks_to_come([(64, 1)]), blocks_to_come([(64, 1), (64, 1)])
+    (2, 4)
+    >>> blocks_to_come([(96, 0), (32, 2)])  # when the second is about to end, or when only the first is left
+    2
+    """
+    left, held = np.array(sorted(prospects, reverse=True)).T
+    blocks = -(-left // BLOCK_TOKENS)
+    freed = held[::-1].cumsum()[::-1] - held
+    return max(0, int((np.arange(1, len(left) + 1) * blocks - freed).max()))
 
 
 def _chunks(admitted: abc.Sequence[tuple[Sequence, int]]) -> list[PrefillChunk]:

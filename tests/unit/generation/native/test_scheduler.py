@@ -171,6 +171,9 @@ def test_rollouts_longer_than_a_window_have_the_logprobs_of_the_engine(make_prom
     batch = through(NativeEngine(model, mode=mode), make_prompts(LENGTHS), long, version=0)
     # With little memory responses are computed again, looking back at their prompt.
     little = NativeEngine(model, mode=mode, cache_tokens=9 * 32)
+    through(
+        little, make_prompts(LENGTHS), dataclasses.replace(long, max_new_tokens=1), version=0
+    )  # it expects short ones
     assert torch.equal(through(little, make_prompts(LENGTHS), long, version=0).tokens, batch.tokens)
     assert little.num_preempted > 0
     engine = TrainingEngine(ModelShard.whole(model), optimizer=None, max_tokens_per_micro_batch=100)
@@ -264,3 +267,18 @@ def test_a_response_goes_on_after_a_step_that_failed(make_policy, params):
         while engine.has_work:
             outputs += engine.step()
         assert [token for output in outputs for token in output.tokens] == expected
+
+
+def test_hardly_any_token_is_computed_twice_with_a_cache_for_a_part_of_the_rows(make_policy, params):
+    """Responses of 40 tokens, or of half as many, in memory for a sixth of them; the first turn knows no lengths."""
+    engine = NativeEngine(make_policy(), max_rows=24, cache_tokens=9 * 32)
+    for length, most in ((40, 6), (40, 0), (20, 0)):
+        before = engine.num_preempted
+        for place in range(24):
+            limits = dataclasses.replace(params, stop_tokens=(), max_new_tokens=length)
+            engine.submit(Request(tokens=(3 + place % 7,) * 5, params=limits, prompt_index=place))
+        num_ended = 0
+        while engine.has_work:
+            num_ended += sum(output.finish_reason == "length" for output in engine.step())
+        assert num_ended == 24
+        assert engine.num_preempted - before <= most

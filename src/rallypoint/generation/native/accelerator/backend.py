@@ -25,7 +25,8 @@ from rallypoint.generation.native.accelerator.kernel import MANY_PROGRAMS, Paged
 from rallypoint.generation.native.block_manager import AttentionMetadata, Integers
 from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
-from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed
+from rallypoint.generation.native.model_runner import DecodeAttention
+from rallypoint.generation.native.prefill import prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.head import soft_capped

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 _MOST_ROWS = 256
 """Most rows of a captured step: with more, the device takes longer than the host."""
-_MOST_GRAPHS = 32
+_MOST_GRAPHS = 64
 """Graphs that are kept; each takes some MiB."""
 _SIZES_PER_OCTAVE = 4
 """Numbers of rows from a power of two to the next: up to a fifth of them is padding."""
@@ -241,24 +242,53 @@ def captures_on(device: torch.device) -> Capture | None:
     """Return what captures steps on a device; None, and a line in the log, if this torch cannot."""
     if device.type == "cpu":
         return None
-    try:
-        from torch.accelerator import Graph
-    except ImportError:
-        _LOG.warning("torch %s captures nothing on any accelerator, 2.13 does: decoding is slower", torch.__version__)
+    begin = _graphs_of(device)
+    if begin is None:
+        _LOG.warning("torch %s captures nothing on %s, 2.13 does: decoding is slower", torch.__version__, device.type)
         return None
-    stream = torch.Stream(device)  # a single one, as libraries keep memory for each that they have worked on
-    pools: list[tuple[int, int]] = []
+    pools: list[Any] = []
     """Memory that all graphs share: nothing in it is of use when a replay has ended, and there is one at a time."""
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
-        # What other threads do meanwhile is not captured, and no error.
-        graph = Graph(pool=pools[0] if pools else None, capture_error_mode="thread_local")
-        with stream, graph:
+        graph, captures = begin(pools[0] if pools else None)
+        with captures:
             step()
         pools.append(graph.pool())
         return graph.replay
 
     return capture
+
+
+@contextmanager
+def _on(stream: torch.Stream, graph: Any) -> Iterator[None]:
+    with stream, graph:
+        yield
+
+
+def _graphs_of(device: torch.device) -> Callable[[Any], tuple[Any, AbstractContextManager[object]]] | None:
+    """Return what begins a graph in the memory of others: it, and a context that records what is launched.
+
+    All are recorded on a single stream, as libraries keep memory for each that they have worked on. What other threads
+    do meanwhile is not captured, and no error.
+    """
+    mode: Any = "thread_local"
+    if hasattr(torch.accelerator, "Graph"):  # from torch 2.13 on, for devices of all vendors
+        stream = torch.Stream(device)
+
+        def of_any(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
+            graph = torch.accelerator.Graph(pool=pool, capture_error_mode=mode)
+            return graph, _on(stream, graph)
+
+        return of_any
+    if device.type != "cuda":
+        return None
+    own = torch.cuda.Stream(device)
+
+    def of_cuda(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
+        graph = torch.cuda.CUDAGraph()
+        return graph, torch.cuda.graph(graph, pool=pool, stream=own, capture_error_mode=mode)
+
+    return of_cuda
 
 
 def num_padded(num_rows: int) -> int:

@@ -22,7 +22,8 @@ from rallypoint.generation.native.block_manager import AttentionMetadata, Block,
 from rallypoint.generation.native.cpu.bags import Bags, Moves, advance, attend, decode, decode_steps
 from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
-from rallypoint.generation.native.model_runner import DecodeAttention, prefill_packed, wanted_states
+from rallypoint.generation.native.model_runner import DecodeAttention
+from rallypoint.generation.native.prefill import prefill_packed, wanted_states
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.products import NO_LIMITS, Limits
