@@ -48,13 +48,18 @@ class Client(Protocol):
         """The model's, for what the environment reads and says."""
         ...
 
-    async def sample(self, tokens: Sequence[int]) -> Turn:
+    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """Append tokens to everything so far, and sample a response.
+
+        Args:
+            tokens: what is new; the first turn begins with the prompt.
+            max_tokens: most tokens of this response; None for `rollout.max_response_tokens`. The row limits it, too.
+            stop: texts, each of which ends this response, besides those of `rollout.stop`.
 
         Raises:
             RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
             GenerationError: the engine failed on this request; likewise.
-            EpisodeError: these are no token ids, or another turn is being sampled.
+            EpisodeError: these are no token ids, or the whole conversation again, or another turn is being sampled.
         """
         ...
 

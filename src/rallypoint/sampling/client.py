@@ -29,6 +29,7 @@ from rallypoint.environments.episodes import called
 from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
 from rallypoint.generation import Request, SamplingParams, as_turn
+from rallypoint.generation.protocol import is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.mailbox import Mailbox
@@ -164,7 +165,7 @@ class EpisodeClient:
             time.end(EpisodeFailed(cast("RolloutFailureKind", self._recorded.why), self._recorded.reason))
             await asyncio.get_running_loop().create_future()
 
-    async def sample(self, tokens: Sequence[int]) -> Turn:
+    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """See `Client.sample`."""
         if (time := self._time) is None:
             raise EpisodeError(f"{self}: client.sample was called after the end of the episode, or after its deadline")
@@ -174,7 +175,7 @@ class EpisodeClient:
                 "continues the one before; await it first"
             )
         added = self._checked(tokens)
-        request = self._request(self._tokens + added)
+        request = self._request(self._tokens + added, max_tokens, stop)
         self._asking = asyncio.current_task()
         try:
             with time.paused():
@@ -193,9 +194,11 @@ class EpisodeClient:
         await self._repeat(time)
         return turn
 
-    def _request(self, tokens: tuple[int, ...]) -> Request:
+    def _request(self, tokens: tuple[int, ...], max_tokens: int | None, stop: Sequence[str]) -> Request:
         """Return the request for a turn that begins with all these tokens."""
         params, number = self.params, len(self._turns)
+        if max_tokens is not None or stop:
+            params = self._limited(params, max_tokens, stop)
         if number:
             params = dataclasses.replace(params, seed=params.seed + number * _NEXT_TURN)
         most = self._terms.max_tokens
@@ -217,15 +220,46 @@ class EpisodeClient:
             return bool(self._asking and self._asking.cancelling())
         return isinstance(error, RequestError) and request.tokens != self.prompt
 
-    def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a turn as whole numbers; text, and a tokenizer's output as it is, are refused."""
+    def _limited(self, params: SamplingParams, max_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
+        """Return how a turn with limits of its own is drawn."""
+        most = params.max_new_tokens if max_tokens is None else max_tokens
+        least = min(params.min_new_tokens, most) if is_whole(most, 1) else params.min_new_tokens
+        strings = stop if isinstance(stop, str) else (*params.stop_strings, *stop)
         try:
-            return tuple(map(operator.index, tokens))
+            return dataclasses.replace(params, max_new_tokens=most, min_new_tokens=least, stop_strings=strings)
+        except ValueError as error:
+            raise EpisodeError(f"{self}: client.sample(max_tokens={max_tokens!r}, stop={stop!r}): {error}") from None
+
+    def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a turn as whole numbers; text, a tokenizer's output, and what was sent are refused."""
+        try:
+            added = tuple(map(operator.index, tokens))
         except TypeError:
             raise EpisodeError(
                 f"{self}: client.sample was called with {type(tokens).__name__}, expected token ids, such as "
                 "tokenizer.encode(text, add_special_tokens=False)"
             ) from None
+        if self._turns and self._is_all_again(added):
+            raise EpisodeError(
+                f"{self}: turn {len(self._turns) + 1} was given the whole conversation again, but client.sample "
+                "appends to it; send only what comes after the last response: what the environment says, with marks of "
+                "roles if the template has some"
+            )
+        return added
+
+    def _is_all_again(self, added: tuple[int, ...]) -> bool:
+        """Whether tokens begin with all that there is; a response may have been encoded anew, as other tokens."""
+        first = self._turns[0].prompt
+        if len(added) <= len(first) or added[: len(first)] != first:
+            return False
+        if added[: len(self._tokens)] == self._tokens:
+            return True
+        response = self._turns[0].response
+        again = added[len(first) : len(first) + 2 * len(response) + 8]
+        return bool(said := self._text(response)) and self._text(again).startswith(said)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     def __str__(self) -> str:
         return f"prompt {self.prompt_index} sample {self._sample}"

@@ -52,11 +52,13 @@ class FakeMailbox:
         return [Output(request_id=0, finish_reason="stop", **output)]
 
 
-def end_of(episode, *, mailbox: FakeMailbox | None = None, max_tokens: int = 12, recorded=None, **terms):
+def end_of(
+    episode, *, mailbox: FakeMailbox | None = None, max_tokens: int = 12, recorded=None, tokenizer=TOKENIZER, **terms
+):
     """Return what an episode came to."""
 
     async def main():
-        all_terms = Terms(cast("Any", mailbox or FakeMailbox()), cast("Any", TOKENIZER), max_tokens, **terms)
+        all_terms = Terms(cast("Any", mailbox or FakeMailbox()), cast("Any", tokenizer), max_tokens, **terms)
         client = EpisodeClient(all_terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0, recorded=recorded)
         return await client.rollout(episode)
 
@@ -394,3 +396,71 @@ async def too_much_then_less(prompt, client):
 def test_an_episode_that_ends_for_want_of_room_is_truncated(episode, truncated):
     trajectory = have(episode)
     assert [turn.truncated for turn in trajectory.turns] == truncated
+
+
+def test_a_turn_may_have_limits_of_its_own():
+    mailbox = FakeMailbox()
+
+    async def limited(client, example):
+        await client.sample(client.prompt, max_tokens=2, stop=["</move>"])
+        await client.sample((8,))
+
+    have(limited, mailbox=mailbox)
+    first, second = [request.params for request in mailbox.asked]
+    assert (first.max_new_tokens, first.stop_strings) == (2, ("</move>",))
+    assert (second.max_new_tokens, second.stop_strings) == (5, ())
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_tokens": "9"}, {"stop": "text"}, {"stop": [""]}])
+def test_limits_of_a_turn_that_make_no_sense_are_malformed(limits):
+    async def limited(client, example):
+        await client.sample(client.prompt, **limits)
+
+    found = failed(limited)
+    assert found.kind == "malformed"
+    assert "prompt 7 sample 1: client.sample(max_tokens=" in found.reason
+    assert "expected" in found.reason
+
+
+class Letters:
+    """A tokenizer of which a text may have several encodings: 1 is a, 2 is b, 3 is ab."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join({1: "a", 2: "b", 3: "ab"}.get(token, "?") for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("second", "is_again"),
+    [
+        ((5, 6, 2, 8), True),  # the prompt, the response 2, and what is new
+        ((5, 6, 2), True),
+        ((5, 6), False),  # the question alone, once more
+        ((5, 6, 1, 8), False),
+        ((8,), False),
+        ((), False),
+    ],
+)
+def test_a_turn_that_sends_the_whole_conversation_again_is_told_what_to_send(second, is_again):
+    async def resends(client, example):
+        await client.sample(client.prompt)
+        await client.sample(second)
+
+    found = end_of(resends, max_tokens=40, tokenizer=Letters())
+    assert isinstance(found, RolloutFailure) == is_again
+    if is_again:
+        assert "turn 2 was given the whole conversation again" in found.reason
+        assert "send only what comes after the last response" in found.reason
+
+
+def test_a_response_that_was_encoded_anew_is_recognised_as_sent_again():
+    class SaysTwo(FakeMailbox):
+        async def sample(self, request, rank):
+            whole = await super().sample(request, rank)
+            return [dataclasses.replace(whole[0], tokens=(1, 2), logprobs=(-1.0,) * 2, sampled_logprobs=(-1.0,) * 2)]
+
+    async def encodes_anew(client, example):
+        await client.sample(client.prompt)
+        await client.sample((5, 6, 3, 8))
+
+    found = failed(encodes_anew, mailbox=SaysTwo(), max_tokens=40, tokenizer=Letters())
+    assert "turn 2 was given the whole conversation again" in found.reason
