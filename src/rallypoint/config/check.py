@@ -126,9 +126,8 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
     if "rollout" not in config.roles:
         return
     yield from (Problem(("reward.functions", "reward.models"), problem) for problem in config.reward.problems())
-    is_needed = not RECIPES[config.recipe].reads("teacher") or config.teachers.reward_coef > 0
-    is_needed = is_needed and config.rollout.episode is None  # which may return rewards
-    if is_needed and not config.reward.all_functions and not config.reward.all_models:
+    is_needed = config.needs_rewards and config.rollout.episode is None  # which may return rewards
+    if is_needed and not config.is_rewarded:
         yield Problem(
             ("reward.function", "reward.path"),
             "reward.function: required, but not set; expected `file.py:compute_score`, or several in "

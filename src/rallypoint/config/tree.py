@@ -238,6 +238,11 @@ class RunConfig(Section):
         return RECIPES[self.recipe].examples != "prompts"
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether something is learned from rewards: what a teacher says may be all."""
+        return not RECIPES[self.recipe].reads("teacher") or self.teachers.reward_coef > 0
+
+    @property
     def is_rewarded(self) -> bool:
         """Whether anything scores rollouts: a student with a teacher does without."""
         return bool(self.reward.all_functions or self.reward.all_models)

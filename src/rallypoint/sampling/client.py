@@ -60,7 +60,7 @@ class Terms:
         limits = Limits(
             turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
         )
-        return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config.reward))
+        return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config))
 
 
 _PASSES = 10

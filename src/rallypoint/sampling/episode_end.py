@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, cast
 
-from rallypoint.config import RewardConfig
+from rallypoint.config import RunConfig
 from rallypoint.environments.failures import RolloutFailureKind
 from rallypoint.environments.outcome import Scores, as_number, is_ours, too_large, unwrapped
 from rallypoint.errors import (
@@ -68,15 +68,16 @@ class _MisfitError(ValueError):
 class Results:
     """What an episode of a run may return."""
 
-    has_reward: bool = True
-    """Whether a reward function, or a model, scores what has no reward of its own."""
+    may_have_none: bool = True
+    """Whether something scores what has no reward of its own, or nothing is learned from rewards."""
     has_functions: bool = False
     """Whether the score is a sum of several functions, of which an episode's reward would be none."""
 
     @classmethod
-    def of(cls, reward: RewardConfig) -> Self:
+    def of(cls, config: RunConfig) -> Self:
         """Return that of a config."""
-        return cls(bool(reward.all_functions or reward.all_models), bool(reward.functions))
+        may_have_none = config.is_rewarded or not config.needs_rewards
+        return cls(may_have_none, bool(config.reward.functions))
 
     def read(self, found: object, sampled: Sequence[Turn]) -> Trajectory | EpisodeFailed:
         """Return the rollout that an episode made, or why it is none.
@@ -93,7 +94,7 @@ class Results:
     def _checked(self, rollout: Trajectory) -> Trajectory:
         if not rollout.turns:
             raise _MisfitError("ended without a response: it has to await client.sample at least once")
-        if rollout.rewards is None and not self.has_reward:
+        if rollout.rewards is None and not self.may_have_none:
             raise _MisfitError("returned no reward, and reward.function=null scores nothing; return one")
         if rollout.rewards is not None and self.has_functions:
             raise _MisfitError(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rallypoint.config import load_config
 from rallypoint.data import Example
 from rallypoint.environments.environment import Prompt
 from rallypoint.environments.failures import RolloutFailure
@@ -218,11 +219,20 @@ def test_a_trajectory_may_have_rewards_for_its_turns():
 
 
 def test_who_gives_the_reward_is_one_and_it_is_there():
-    nobody, several = Results(has_reward=False), Results(has_functions=True)
+    nobody, several = Results(may_have_none=False), Results(has_functions=True)
     assert "returned no reward, and reward.function=null scores nothing" in failed(nothing, results=nobody).reason
     assert "which is none of reward.functions; return None" in failed(returning(1.0), results=several).reason
     assert have(returning(1.0), results=nobody).rewards == (1.0,)
     assert have(nothing, results=several).rewards is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reward", "may"), [("opd", "null", True), ("grpo", "null", False), ("grpo", "r.py:f", True)]
+)
+def test_only_what_is_learned_from_rewards_needs_some(recipe, reward, may):
+    keys = [f"reward.function={reward}", "rollout.episode=e.py:play", "model.path=m", "data.train=x.jsonl"]
+    keys += ["teacher.path=t"] if recipe == "opd" else []
+    assert Results.of(load_config(recipe, keys).config).may_have_none is may
 
 
 def test_a_rollout_may_leave_out_its_last_turns():
