@@ -29,7 +29,7 @@ from rallypoint.models.products import (
     tokens_per_block,
 )
 from rallypoint.models.slots import Fold, Folded, PaddedRows, Slots, Unfolded
-from rallypoint.models.varlen import PackedKeys, find_varlen
+from rallypoint.models.varlen import PackedKeys, find_varlen, may_have_varlen
 from rallypoint.parallel.transfer import sent
 
 ATTENTION = "rallypoint_rows"
@@ -127,7 +127,7 @@ class PackedRows:
         self._num_filler = num_filler
         # Layers of one kind share these; the first of them makes them.
         self._keys: PackedKeys | None = None
-        self._rectangles: Slots | None = None
+        self._rectangles = None if may_have_varlen(device) else self._laid_out()
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[SequenceBatch]] = {}
 
@@ -165,9 +165,12 @@ class PackedRows:
     @property
     def _slots(self) -> Slots:
         if self._rectangles is None:
-            offsets, _, shared = self._layout
-            self._rectangles = Slots(offsets, _length_classes(offsets.diff()), shared, self._num_filler)
+            self._rectangles = self._laid_out()
         return self._rectangles
+
+    def _laid_out(self) -> Slots:
+        offsets, _, shared = self._layout
+        return Slots(offsets, _length_classes(offsets.diff()), shared, self._num_filler)
 
     def _folds_of(
         self, by_products: Sequence[PaddedRows], others: Sequence[PaddedRows], kv_heads: int, share: int, like: Tensor

@@ -74,11 +74,16 @@ class Varlen(Protocol):
         ...
 
 
+def may_have_varlen(device: torch.device) -> bool:
+    """Whether `find_varlen` may find something there."""
+    return device.type == "cuda"
+
+
 def find_varlen(query: Tensor, kv_heads: int, limits: Limits) -> Varlen | None:
     """Return what computes such attention on the device of the queries, [T, H, D]; None: rectangles must do."""
     _, heads, dim = query.shape
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.device.type != "cuda" or not is_half or limits.softcap is not None:
+    if not may_have_varlen(query.device) or not is_half or limits.softcap is not None:
         return None
     return _checked(query.device, query.dtype, heads // kv_heads, dim)
 

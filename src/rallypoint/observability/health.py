@@ -19,7 +19,6 @@ from importlib.resources import files
 from typing import Literal
 
 import yaml
-from pydantic import TypeAdapter
 
 Level = Literal["ok", "watch", "bad"]
 
@@ -68,6 +67,8 @@ class Rule:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """Return the rules of `health.yaml`."""
+    from pydantic import TypeAdapter  # here, as it takes long and few of those who import this ask
+
     text = files("rallypoint.observability").joinpath("health.yaml").read_text(encoding="utf-8")
     return TypeAdapter(tuple[Rule, ...]).validate_python(yaml.safe_load(text))
 

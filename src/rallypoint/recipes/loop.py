@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint import checkpoint
 from rallypoint.cluster import Runtime, at_step, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
+from rallypoint.config import LoadedConfig, RoleName, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
@@ -180,9 +180,18 @@ def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], Non
         dashboard=config.cluster.dashboard,
         placement_timeout_s=config.cluster.placement_timeout_s,
         silence_s=config.cluster.heartbeat_timeout_s,
-        preload=tuple(f"rallypoint.roles.{role}" for role in config.roles),
+        preload=tuple(map(module_of, config.roles)),
         say=say,
     )
+
+
+def module_of(role: RoleName) -> str:
+    """Return the module of a role's workers.
+
+    >>> module_of("actor"), module_of("reward")
+    ('rallypoint.roles.actor', 'rallypoint.roles.frozen')
+    """
+    return f"rallypoint.roles.{'frozen' if role == 'reward' else role}"
 
 
 def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoint | None:

@@ -1,11 +1,15 @@
 """What a run asks of this machine, beside machines of every kind: known before anything is started."""
 
+import importlib.util
+from typing import get_args
+
 import pytest
 
-from rallypoint.config import load_config
+from rallypoint.config import RoleName, load_config
 from rallypoint.errors import ConfigError
 from rallypoint.plan import make_plan
 from rallypoint.plan.role_memory import reserved_tokens
+from rallypoint.recipes.loop import module_of
 from rallypoint.recipes.machine import (
     Accelerator,
     Machine,
@@ -179,3 +183,8 @@ def test_torch_is_asked_for_the_devices_that_it_has(tmp_path, monkeypatch):
     config = load_config("digits", ["cluster.device=imagined"]).config
     machine = look_around(config)
     assert (machine.accelerators, machine.complaint) == ((H100, H100), "")
+
+
+@pytest.mark.parametrize("role", get_args(RoleName))
+def test_every_role_has_a_module_that_its_processes_import_first(role):
+    assert importlib.util.find_spec(module_of(role)) is not None
