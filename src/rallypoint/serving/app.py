@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, GenerationError, RallyError
 from rallypoint.serving.handlers import Model, SamplingRoute, respond
-from rallypoint.serving.requests import ChatRequest, CompletionRequest
+from rallypoint.serving.requests import ChatRequest, CompletionRequest, GenerateRequest
 from rallypoint.serving.responses import JSON, error_body, status_of
 
 _RETRY_AFTER_S, _RETRY_WHEN_BUSY_S = 1, 5
@@ -71,7 +71,8 @@ class Guard:
 def make_app(model: Model, access: Access) -> Starlette:
     """Return the application."""
     created = int(time.time())
-    card: JSON = {"id": model.name, "object": "model", "created": created, "owned_by": "rallypoint"}
+    named: JSON = {"id": model.name, "object": "model", "created": created, "owned_by": "rallypoint"}
+    card: JSON = {**named, "max_model_len": model.engine.max_request_tokens}
 
     async def health(request: Request) -> Response:
         del request
@@ -114,6 +115,7 @@ def make_app(model: Model, access: Access) -> Starlette:
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
             Route("/v1/completions", SamplingRoute(model, CompletionRequest, *limits), methods=["POST"]),
+            Route("/inference/v1/generate", SamplingRoute(model, GenerateRequest, *limits), methods=["POST"]),
         ],
         middleware=[Middleware(Guard, access=access)],
         exception_handlers={HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug},

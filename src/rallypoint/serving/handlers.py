@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Generic, Protocol
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Generic, Literal, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Call
@@ -23,7 +23,14 @@ from rallypoint.generation import Output, Request, SamplingParams
 from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.codec import Codec, TokenIds
 from rallypoint.serving.detokenizer import Choice
-from rallypoint.serving.requests import ChatRequest, ClientRequest, CompletionRequest, RequestT, read_request
+from rallypoint.serving.requests import (
+    ChatRequest,
+    ClientRequest,
+    CompletionRequest,
+    GenerateRequest,
+    RequestT,
+    read_request,
+)
 from rallypoint.serving.responses import JSON, Shape, error_body
 
 _STREAM_HEADERS = [
@@ -31,6 +38,14 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # some proxies collect events otherwise
 ]
+
+
+_KINDS: Mapping[type[ClientRequest], Literal["chat", "text", "tokens"]] = {
+    ChatRequest: "chat",
+    CompletionRequest: "text",
+    GenerateRequest: "tokens",
+}
+"""Kinds of requests -> kinds of answers."""
 
 
 class Sampler(Protocol):
@@ -74,7 +89,7 @@ class Model:
 
 
 class SamplingRoute(Generic[RequestT]):
-    """One of the two routes that sample, as an ASGI application."""
+    """One of the routes that sample, as an ASGI application."""
 
     def __init__(self, model: Model, kind: type[RequestT], max_body_bytes: int, patience_s: float) -> None:
         """Answer requests of at most `max_body_bytes`, which must arrive within `patience_s` seconds."""
@@ -122,7 +137,9 @@ class SamplingRoute(Generic[RequestT]):
                 min_new_tokens=asked.min_tokens,
                 temperature=asked.temperature,
                 seed=seed,
-                stop_tokens=model.stop_tokens,
+                stop_tokens=tuple(
+                    dict.fromkeys((*(() if asked.ignore_eos else model.stop_tokens), *asked.stop_token_ids))
+                ),
                 stop_strings=asked.stop_strings,
                 top_k=asked.top_k if asked.top_k > 0 else None,
                 top_p=asked.top_p,
@@ -141,7 +158,7 @@ class SamplingRoute(Generic[RequestT]):
                 for sample in range(asked.n)
             ]
         shape = Shape(
-            kind="chat" if isinstance(asked, ChatRequest) else "text",
+            kind=_KINDS[type(asked)],
             model=model.name,
             prompts=prompts,
             num_samples=asked.n,
@@ -213,7 +230,9 @@ async def _encode(asked: ClientRequest, codec: Codec, max_tokens: int) -> tuple[
     if isinstance(asked, ChatRequest):
         messages = [(message.role, message.text) for message in asked.messages]
         return (await codec.encode_chat(messages, max_tokens=max_tokens),)
-    assert isinstance(asked, CompletionRequest), "there are two kinds"
+    if isinstance(asked, GenerateRequest):
+        return (tuple(asked.token_ids),)
+    assert isinstance(asked, CompletionRequest), "there are three kinds"
     return tuple(
         [
             await codec.encode(prompt, max_tokens=max_tokens, add_special_tokens=asked.add_special_tokens)
@@ -237,7 +256,7 @@ def _limit(asked: ClientRequest, num_prompt_tokens: int, max_request_tokens: int
             400,
             f"the prompt has {num_prompt_tokens} tokens and the answer may have {max(wanted, 1)}, but both may "
             f"have {max_request_tokens} together",
-            param="messages" if isinstance(asked, ChatRequest) else "prompt",
+            param={"chat": "messages", "text": "prompt", "tokens": "token_ids"}[_KINDS[type(asked)]],
             code="context_length_exceeded",
         )
     if asked.min_tokens > wanted:

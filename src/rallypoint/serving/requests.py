@@ -1,4 +1,4 @@
-"""What clients may ask for: the fields of OpenAI's chat and completions requests, and a few of our own.
+"""What clients may ask for: the fields of OpenAI's requests, those of vLLM's for token ids, and a few of our own.
 
 Owns: which fields are supported, their ranges, and the errors about others. Must not know: HTTP, engines.
 
@@ -20,8 +20,8 @@ from rallypoint.errors import EndpointError
 
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
-)
-"""Fields that do not affect the tokens."""
+) | {"cache_salt", "priority", "request_id"}
+"""Fields that do not affect the tokens, only when they are sampled, or what is reused for it."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -33,14 +33,16 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
 """Unsupported fields -> the values that have no effect."""
 
-_MAX_STOP_CHARACTERS = 256
+_MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS = 256, 256
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
 
 
@@ -109,6 +111,10 @@ class ClientRequest(BaseModel, abc.ABC):
         max_length=_MAX_STOP_CHARACTERS,
         description=f"a string or a list of strings, of 1 to {_MAX_STOP_CHARACTERS} characters each",
     )
+    stop_token_ids: list[TokenId] = Field(default_factory=list[int], max_length=_MAX_STOP_TOKENS)
+    """Further tokens that end an answer and belong to it."""
+    ignore_eos: bool = False
+    """Whether the model's own stop tokens do not end an answer."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     """None: a new one every time."""
     stream: bool = False
@@ -116,6 +122,11 @@ class ClientRequest(BaseModel, abc.ABC):
     return_token_ids: bool = False
 
     _nulls = model_validator(mode="before")(_without_nulls)
+
+    @classmethod
+    def flat(cls, body: dict[str, object]) -> dict[str, object]:
+        """Return a body with all its fields side by side."""
+        return body
 
     @property
     def limit(self) -> int | None:
@@ -196,6 +207,42 @@ class CompletionRequest(ClientRequest):
         return self.logprobs or 0
 
 
+class GenerateRequest(ClientRequest):
+    """The body of `POST /inference/v1/generate`, whose `sampling_params` are read as fields of the body itself."""
+
+    token_ids: list[TokenId] = Field(min_length=1, description="the prompt as a list of token ids, not empty")
+    logprobs: int | None = Field(None, ge=0, le=1)
+    """None for none; 0 and 1 for that of each sampled token."""
+    skip_special_tokens: bool = True
+    """Ignored, as the next: an answer has no text."""
+    detokenize: bool = True
+    return_token_ids: bool = True
+    """An answer always has them."""
+
+    @classmethod
+    def flat(cls, body: dict[str, object]) -> dict[str, object]:
+        """See `ClientRequest`."""
+        inner = body.get("sampling_params")
+        if inner is None:
+            return body
+        if not isinstance(inner, dict):
+            raise _refused({"sampling_params": f"sampling_params: expected an object, found {type(inner).__name__}"})
+        outer = {name: value for name, value in body.items() if name != "sampling_params"}
+        if twice := sorted(outer.keys() & inner.keys()):
+            raise _refused({name: f"{name}: expected in the body or in sampling_params, not in both" for name in twice})
+        return {**outer, **inner}
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `ClientRequest`."""
+        return self.logprobs is not None
+
+    @property
+    def num_alternatives(self) -> int:
+        """See `ClientRequest`; 1 is what clients send who read the sampled token's alone."""
+        return 0
+
+
 RequestT = TypeVar("RequestT", bound=ClientRequest)
 
 
@@ -212,7 +259,7 @@ def read_request(kind: type[RequestT], body: bytes) -> RequestT:
     if not isinstance(fields, dict):
         raise EndpointError(400, f"the body is a JSON {type(fields).__name__}, expected an object")
     try:
-        asked = kind.model_validate(fields)
+        asked = kind.model_validate(kind.flat(fields))
     except ValidationError as error:
         raise _refused(_problems(kind, error.errors(include_url=False, include_input=False))) from None
     if problems := _unsupported(asked):

@@ -1,4 +1,4 @@
-"""The bodies of responses in OpenAI's chat and completions API, whole or in chunks.
+"""The bodies of responses in OpenAI's chat and completions API, and in vLLM's of token ids, whole or in chunks.
 
 Owns: the shape of every body. Must not know: HTTP, engines, how text is cut off tokens.
 
@@ -42,7 +42,7 @@ class Delta:
 class Shape:
     """What the bodies for one request have in common."""
 
-    kind: Literal["chat", "text"]
+    kind: Literal["chat", "text", "tokens"]
     model: str
     prompts: tuple[tuple[int, ...], ...]
     num_samples: int
@@ -86,6 +86,9 @@ class Shape:
         }
 
     def _envelope(self, version: int, choices: Sequence[JSON], *, is_chunk: bool) -> dict[str, JSON]:
+        if self.kind == "tokens":
+            common = {"model": self.model, "system_fingerprint": fingerprint(version), "choices": choices}
+            return {"request_id": self.id, **common, "prompt_token_ids": self.prompts[0]}
         is_chat = self.kind == "chat"
         name = "chat.completion" if is_chat else "text_completion"
         body: dict[str, JSON] = {
@@ -104,7 +107,7 @@ class Shape:
         choice: dict[str, JSON] = {"index": delta.index}
         if self.kind == "text":
             choice["text"] = delta.text
-        else:
+        elif self.kind == "chat":
             role: dict[str, JSON] = {"role": "assistant"} if is_first else {}
             choice["delta" if is_chunk else "message"] = role | {"content": delta.text}
         choice["logprobs"] = self._logprobs(delta) if self.has_logprobs else None
@@ -113,12 +116,12 @@ class Shape:
             choice["prompt_logprobs"] = [None, *(_place(said, num) for said in delta.prompt_logprobs or ())]
         if self.has_token_ids:
             choice |= {"token_ids": delta.tokens, "versions": delta.versions}
-            if is_first and (self.kind == "text" or is_chunk):
+            if is_first and self.kind != "tokens" and (self.kind == "text" or is_chunk):
                 choice["prompt_token_ids"] = self.prompts[delta.index // self.num_samples]
         return choice
 
     def _logprobs(self, delta: Delta) -> JSON:
-        texts = [self.token_text(token) for token in delta.tokens]
+        texts = [f"token_id:{token}" if self.kind == "tokens" else self.token_text(token) for token in delta.tokens]
         logprobs = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.logprobs]
         sampled = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.sampled_logprobs]
         if self.kind == "text":
