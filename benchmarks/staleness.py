@@ -19,8 +19,7 @@ from rallypoint.recipes.loop import train
 from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
 from rallypoint.run.folder import RunFolder, create_run
-from rallypoint.sampling.measured import Measured, read_times
-from rallypoint.sampling.simulator import Setting, measured_outcome, simulate
+from rallypoint.sampling.simulator import Measured, Setting, measured_outcome, read_steps, simulate
 
 SPLIT = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling")
 SLEEPING = """\
@@ -79,7 +78,7 @@ def curves(folder: Path, num_steps: int, values: list[int]) -> None:
         )
         records = read_metrics(made.metrics)
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
-        found = measured_outcome(read_times(made.journal))
+        found = measured_outcome(read_steps(made.journal))
         aged = [one["rollout/staleness_mean"] for one in records if "rollout/staleness_mean" in one] or [0.0]
         cells = [f"{scores[step]:.3f}" for step in range(0, num_steps + 1, every)]
         cells += [f"{found.step_s:.2f}", f"{found.rollout_idle:.0%}", f"{found.actor_idle:.0%}"]
@@ -93,7 +92,7 @@ def draw(folder: Path, values: list[int], file: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for staleness in sorted(values):
         path = folder / f"curve-{staleness}"
-        taken = {times.step: times.taken_s for times in read_times(path / "journal.jsonl")}
+        taken = {step.batch.step: step.batch.taken_s for step in read_steps(path / "journal.jsonl")}
         records = read_metrics(path / "metrics.jsonl")
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
         for panel, places in zip(axes, (list(scores), [taken.get(step, 0.0) for step in scores]), strict=True):
@@ -124,7 +123,7 @@ def idle(folder: Path, num_steps: int, values: list[int], case: Case) -> None:
             f"validation={{every_steps: {num_steps}, max_prompts: 1}}",
             f"trainer.num_steps={num_steps}",
         )
-        steps = read_times(made.journal)
+        steps = read_steps(made.journal)
         own = Measured.of(steps, max_calls=case.num_processes)
         in_turns = in_turns or own
         setting = Setting(

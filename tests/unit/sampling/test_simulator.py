@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.sampling.measured import GroupTimes, GroupWork, Measured, Servers, Speed, StepTimes, settled
-from rallypoint.sampling.simulator import Setting, measured_outcome, simulate
+from rallypoint.journal import BatchTaken, GroupScored
+from rallypoint.sampling.simulator import (
+    GroupWork,
+    Measured,
+    Servers,
+    Setting,
+    Speed,
+    Step,
+    measured_outcome,
+    settled,
+    simulate,
+)
 
 SHARED = Speed(step_s=0.0, row_s=1.0)
 """A rank whose rows share it evenly."""
@@ -121,9 +131,14 @@ def test_weights_wait_for_the_end_of_a_slice_in_which_a_rank_samples():
     )
 
 
-def group(index, begin, end, tokens=10):
-    return GroupTimes(index=index, rank=0, admitted_s=begin, sampled_s=end, scored_s=end,
-                      num_rows=1, num_tokens=tokens, num_steps=tokens)  # fmt: skip
+def group(prompt, begin, end, tokens=10, *, num_rows=1, scored_s=None, rank=0):
+    return GroupScored(prompt=prompt, rank=rank, admitted_s=begin, sampled_s=end,
+                       scored_s=end if scored_s is None else scored_s,
+                       turns=[(sample, 0, [(0, tokens)], "") for sample in range(num_rows)])  # fmt: skip
+
+
+def changed(step, /, **more):
+    return dataclasses.replace(step, batch=dataclasses.replace(step.batch, **more))
 
 
 def test_what_a_token_takes_alone_and_beside_others_is_read_off_groups_of_different_lengths():
@@ -144,29 +159,14 @@ def test_what_calls_of_a_reward_took_is_read_off_groups_that_waited_for_a_proces
 
 
 def test_times_are_read_off_what_a_run_wrote_down():
-    steps = [
-        StepTimes(
-            step=step,
-            asked_s=10.0 * step,
-            taken_s=10.0 * step + 4.0,
-            loaded_s=10.0 * step - 1.0,
-            busy_s=(2.0,),
-            groups=tuple(
-                GroupTimes(
-                    index=2 * step + place,
-                    rank=0,
-                    admitted_s=10.0 * step,
-                    sampled_s=10.0 * step + 2.0 + place,
-                    scored_s=10.0 * step + 4.0,
-                    num_rows=2,
-                    num_tokens=20 * (2 + place),
-                    num_steps=10 * (2 + place),
-                )
-                for place in range(2)
-            ),
-        )
-        for step in range(3)
-    ]
+    steps = []
+    for number in range(3):
+        asked_s = 10.0 * number
+        groups = tuple(group(2 * number + place, asked_s, asked_s + 2.0 + place, 10 * (2 + place), num_rows=2,
+                             scored_s=asked_s + 4.0) for place in range(2))  # fmt: skip
+        batch = BatchTaken(step=number, prompts=[2 * number, 2 * number + 1], asked_s=asked_s, taken_s=asked_s + 4.0,
+                           loaded_s=asked_s - 1.0, busy_s=(2.0,))  # fmt: skip
+        steps.append(Step(batch, groups))
     found = Measured.of(steps, max_calls=4)
     assert [work.num_tokens for work in found.groups] == pytest.approx([20.0, 30.0] * 3, rel=0.1)
     assert [work.num_rows for work in found.groups] == [2.0] * 6
@@ -175,9 +175,9 @@ def test_times_are_read_off_what_a_run_wrote_down():
     assert (found.train_s, found.between_s, found.slice_s) == ((5.0, 5.0), (1.0, 1.0, 1.0), 0.25)
     assert found.after_s == (0.0,) * 3
     assert [work.late_s for work in found.groups] == [0.0] * 6
-    again = [*steps, *(dataclasses.replace(step, step=step.step + 3) for step in steps)]
+    again = [*steps, *(changed(step, step=step.batch.step + 3) for step in steps)]
     assert Measured.of(again).train_s == (5.0,) * 4  # the clock of a run that goes on begins anew
-    ahead = [dataclasses.replace(step, asked_s=step.asked_s + 0.5) for step in steps]
+    ahead = [changed(step, asked_s=step.batch.asked_s + 0.5) for step in steps]
     assert Measured.of(ahead).slice_s == 0.0  # is in the trainer's seconds
 
 
@@ -185,12 +185,12 @@ def step_of(number, *, begins, replaces_s=0.0, scores_s=0.0, trains_s=1.0):
     """A step of two groups that take a second each; the second one may replace another, and a model may score them."""
     ends = begins + replaces_s + 1.0
     groups = tuple(
-        dataclasses.replace(group(2 * number + place, begin, begin + 1.0), rank=place)
+        group(2 * number + place, begin, begin + 1.0, rank=place)
         for place, begin in enumerate((begins, begins + replaces_s))
     )
-    times = StepTimes(step=number + 1, asked_s=begins, taken_s=ends + scores_s, loaded_s=begins - trains_s,
-                      busy_s=(1.0, 1.0), groups=groups)  # fmt: skip
-    return times, ends + scores_s + trains_s
+    batch = BatchTaken(step=number + 1, prompts=[2 * number, 2 * number + 1], asked_s=begins, taken_s=ends + scores_s,
+                       loaded_s=begins - trains_s, busy_s=(1.0, 1.0))  # fmt: skip
+    return Step(batch, groups), ends + scores_s + trains_s
 
 
 @pytest.mark.parametrize("more", [{}, {"scores_s": 2.5}, {"replaces_s": 3.0}, {"replaces_s": 1.5, "scores_s": 0.5}])
@@ -198,7 +198,7 @@ def test_a_run_in_turns_is_simulated_as_it_was_whatever_its_batches_wait_for(mor
     steps, begins = [], 1.0
     for number in range(12):
         step, begins = step_of(number, begins=begins, **more)
-        steps.append(dataclasses.replace(step, loaded_s=step.asked_s))
+        steps.append(changed(step, loaded_s=step.batch.asked_s))
     found, measured_so = (
         simulate(Measured.of(steps), Setting(num_prompts=2, num_ranks=2, num_steps=12)),
         measured_outcome(steps),
@@ -214,9 +214,9 @@ def test_the_first_steps_of_each_start_are_left_out_and_the_time_between_starts_
         step, begins = step_of(number, begins=begins, scores_s=30.0 if number < 3 else 0.0)
         steps.append(step)
     left = settled(steps)
-    assert [step.step for step in left] == list(range(6, 41))
+    assert [step.batch.step for step in left] == list(range(6, 41))
     assert measured_outcome(left).step_s == pytest.approx(2.0)
-    again = [dataclasses.replace(step, step=step.step + 40) for step in steps]
-    assert [step.step for step in settled([*steps, *again])] == [*range(6, 41), *range(46, 81)]
+    again = [changed(step, step=step.batch.step + 40) for step in steps]
+    assert [step.batch.step for step in settled([*steps, *again])] == [*range(6, 41), *range(46, 81)]
     assert measured_outcome(settled([*steps, *again])).step_s == pytest.approx(2.0)
     assert settled(steps[:3]) == steps[:3]
