@@ -47,7 +47,7 @@ BROAD: dict[str, str] = {
     "environments/deadline.py:_settle": "raised again where the result is awaited",
     "environments/pool.py:_work": "raised again where the answer is awaited",
     "sampling/client.py:_end_of": "an episode is the user's code and may raise anything; it becomes a counted value",
-    "sampling/client.py:sample": "what concerns all rollouts ends the run, whatever the episode that met it catches",
+    "sampling/client.py:_ask": "what concerns all rollouts ends the run, whatever the episode that met it catches",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }
 """`path:function` of every handler that catches anything -> why."""

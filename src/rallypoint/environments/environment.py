@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
 from rallypoint.data.dataset import Example
-from rallypoint.types.trajectory import Trajectory, Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rallypoint.environments.client import Client
+from rallypoint.types.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,35 +31,6 @@ class Prompt:
     """Token ids of the prompt."""
     example: Example
     """Row of the data set that it comes from."""
-
-
-class Client(Protocol):
-    """Samples for one episode."""
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Token ids of the prompt, with which the first turn begins."""
-        ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's, for what the environment reads and says."""
-        ...
-
-    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        """Append tokens to everything so far, and sample a response.
-
-        Args:
-            tokens: what is new; the first turn begins with the prompt.
-            max_tokens: most tokens of this response; None for `rollout.max_response_tokens`. The row limits it, too.
-            stop: texts, each of which ends this response, besides those of `rollout.stop`.
-
-        Raises:
-            RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
-            GenerationError: the engine failed on this request; likewise.
-            EpisodeError: these are no token ids, or the whole conversation again, or another turn is being sampled.
-        """
-        ...
 
 
 Result: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[float]] | Trajectory | None

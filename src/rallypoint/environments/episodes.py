@@ -16,7 +16,8 @@ from rallypoint.errors import UserCodeError
 from rallypoint.user_code import UserFunction, is_written_async, own_signature, split, written_signature
 
 if TYPE_CHECKING:
-    from rallypoint.environments.environment import Client, Episode, Prompt
+    from rallypoint.environments.client import Client
+    from rallypoint.environments.environment import Episode, Prompt
 
 _EXPECTED = "expected an async function of (client, example) or (prompt, client)"
 

@@ -5,7 +5,7 @@ are; what an episode may return, or how its time is counted (`episode_end.py`).
 
 A rollout is the turns that the client has returned: they have the tokens that the policy sampled, and training
 recomputes their logprobs in the same context. So an episode may leave out the last turns, but cannot change or skip
-one.
+one. `sample` continues the turn before; `call` takes whole conversations, which make a tree (`calls.py`).
 
 An episode that takes too long is cancelled, and left behind if that does not end it.
 """
@@ -31,9 +31,10 @@ from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFu
 from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import is_whole
 from rallypoint.journal import RolloutFailed
+from rallypoint.sampling.calls import Call, Calls
 from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.types import Trajectory, Turn
+from rallypoint.types import ROOT, Trajectory, Turn
 
 _NEXT_TURN = 2**33
 """Distance of the seeds of two turns of one rollout."""
@@ -68,7 +69,7 @@ _PASSES = 10
 
 
 class EpisodeClient:
-    """Samples for one episode, see `Client`: each turn continues the tokens of those before."""
+    """Samples for one episode, see `Client`."""
 
     def __init__(
         self,
@@ -92,14 +93,15 @@ class EpisodeClient:
         """
         self.params, (self.prompt_index, self._prompt) = params, prompt
         self._terms, self._sample, self._rank, self._recorded = terms, sample, rank, recorded
-        self._tokens: tuple[int, ...] = ()
-        self._turns: list[Turn] = []
+        self._calls, self._tokens, self._newest = Calls(self.prompt), tuple[int, ...](), ROOT
+        self._has_calls = False
+        """Whether `call` was called."""
         self._is_full = False
         self._time: OwnTime | None = None
         """Seconds of the episode; None before it has begun, and once it is over."""
-        self._asking: asyncio.Task[object] | None = None
-        """Whatever part of the episode waits for a response."""
-        self._engine_error: GenerationError | None = None
+        self._asking = set[asyncio.Task[object]]()
+        """Whatever parts of the episode wait for a response."""
+        self._engine_errors: list[BaseException] = []
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -132,8 +134,8 @@ class EpisodeClient:
         finally:
             self._time = None
             time.stop()
-            if self._asking is not None:
-                self._asking.cancel()
+            for each in self._asking:
+                each.cancel()
             _leave(running)
         if isinstance(found, Trajectory):
             return found
@@ -141,7 +143,7 @@ class EpisodeClient:
             name=self._prompt.example.name,
             prompt=self.prompt_index,
             sample=self._sample,
-            num_turns=len(self._turns),
+            num_turns=len(self._calls.turns),
             **dataclasses.asdict(found),
         )
 
@@ -151,8 +153,8 @@ class EpisodeClient:
         try:
             found = await called(episode, self._prompt, self)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
-            return failure_of(error, is_of_engine=error is self._engine_error)
-        result = self._terms.results.read(found, self._turns)
+            return failure_of(error, is_of_engine=any(error is each for each in self._engine_errors))
+        result = self._terms.results.read(found, self._calls)
         if not self._is_full or isinstance(result, EpisodeFailed):
             return result
         return dataclasses.replace(
@@ -161,100 +163,135 @@ class EpisodeClient:
 
     async def _repeat(self, time: OwnTime) -> None:
         """Fail where the recorded one did, which may have been for want of time, and wait to be cancelled."""
-        if self._recorded is not None and len(self._turns) == self._recorded.num_turns:
+        if self._recorded is not None and len(self._calls.turns) == self._recorded.num_turns:
             time.end(EpisodeFailed(cast("RolloutFailureKind", self._recorded.why), self._recorded.reason))
             await asyncio.get_running_loop().create_future()
 
     async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """See `Client.sample`."""
-        if (time := self._time) is None:
-            raise EpisodeError(f"{self}: client.sample was called after the end of the episode, or after its deadline")
-        if self._asking is not None:
+        if self._asking and self._time is not None:
             raise EpisodeError(
                 f"{self}: client.sample was called while it samples another turn of the same rollout, but a turn "
                 "continues the one before; await it first"
             )
-        added = self._checked(tokens)
-        request = self._request(self._tokens + added, max_tokens, stop)
-        self._asking = asyncio.current_task()
+        added, number = self._checked(tokens), len(self._calls.turns)
+        params = self._limited("sample", max_tokens, stop)
+        call = self._begin(self._tokens + added, parent=self._newest, number=None if self._has_calls else number)
+        turn = await self._ask(call, params)
+        self._tokens, self._newest = call.tokens + turn.response, number
+        return turn
+
+    async def call(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> Turn:
+        """See `Client.call`."""
+        if temperature not in (None, self.params.temperature):
+            raise EpisodeError(
+                f"{self}: client.call(temperature={temperature}): rollouts are sampled and trained at "
+                f"{self.params.temperature}; leave it out, or set rollout.temperature"
+            )
+        self._has_calls = True
+        ids, params = self._as_ids("call", tokens), self._limited("call", max_tokens, stop)
+        return await self._ask(self._begin(ids), params)
+
+    def _begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
+        if self._time is None:
+            raise EpisodeError(f"{self}: the client was asked after the end of the episode, or after its deadline")
+        return self._calls.begin(tokens, parent=parent, number=number)
+
+    async def _ask(self, call: Call, params: SamplingParams) -> Turn:
+        """Have a call sampled."""
+        time, task = self._time, asyncio.current_task()
+        assert time is not None, "`_begin` has looked"
+        assert task is not None, "an episode is one"
+        request = self._request(call, params)
+        self._asking.add(task)
         try:
             with time.paused():
-                turn = as_turn(added, await self._terms.mailbox.sample(request, self._rank))
+                outputs = await self._terms.mailbox.sample(request, self._rank)
         except GenerationError as error:
-            self._engine_error = error
+            self._engine_errors.append(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
-            if not self._is_of_this_rollout(error, request):
+            if not self._is_of_this_rollout(error, request, task):
                 time.fail(error)
             raise
         finally:
-            self._asking = None
-        self._tokens = request.tokens + turn.response  # a failed turn leaves nothing behind: it may be repeated
-        self._turns.append(turn)
+            self._asking.discard(task)
+        turn = self._calls.end(call, as_turn((), outputs))  # one that failed leaves nothing: it may be repeated
         await self._repeat(time)
         return turn
 
-    def _request(self, tokens: tuple[int, ...], max_tokens: int | None, stop: Sequence[str]) -> Request:
-        """Return the request for a turn that begins with all these tokens."""
-        params, number = self.params, len(self._turns)
-        if max_tokens is not None or stop:
-            params = self._limited(params, max_tokens, stop)
-        if number:
-            params = dataclasses.replace(params, seed=params.seed + number * _NEXT_TURN)
+    def _request(self, call: Call, params: SamplingParams) -> Request:
+        """Return the request for a call."""
+        if call.number:
+            params = dataclasses.replace(params, seed=params.seed + call.number * _NEXT_TURN)
         most = self._terms.max_tokens
-        room = most - len(tokens)
+        room = most - len(call.tokens)
         self._is_full = room < 1
         if self._is_full:
             raise RowFullError(
-                f"{self}: turn {number + 1} begins with {len(tokens)} tokens, and a row may have {most}; "
+                f"{self}: turn {call.ended + 1} begins with {len(call.tokens)} tokens, and a row may have {most}; "
                 "raise rollout.max_response_tokens, which all turns of a rollout share with what is added between them"
             )
         if room < params.max_new_tokens:
             least = min(room, params.min_new_tokens)
             params = dataclasses.replace(params, max_new_tokens=room, min_new_tokens=least)
-        return Request(tokens=tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
+        return Request(tokens=call.tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
 
-    def _is_of_this_rollout(self, error: BaseException, request: Request) -> bool:
+    def _is_of_this_rollout(self, error: BaseException, request: Request, task: asyncio.Task[object]) -> bool:
         """Whether what came instead of a response concerns no other rollout."""
         if isinstance(error, asyncio.CancelledError):  # or the requests of all were given up
-            return bool(self._asking and self._asking.cancelling())
+            return bool(task.cancelling())
         return isinstance(error, RequestError) and request.tokens != self.prompt
 
-    def _limited(self, params: SamplingParams, max_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
-        """Return how a turn with limits of its own is drawn."""
+    def _limited(self, method: str, max_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
+        """Return how a turn is drawn that may have limits of its own."""
+        params = self.params
+        if max_tokens is None and not stop:
+            return params
         most = params.max_new_tokens if max_tokens is None else max_tokens
         least = min(params.min_new_tokens, most) if is_whole(most, 1) else params.min_new_tokens
         strings = stop if isinstance(stop, str) else (*params.stop_strings, *stop)
         try:
             return dataclasses.replace(params, max_new_tokens=most, min_new_tokens=least, stop_strings=strings)
         except ValueError as error:
-            raise EpisodeError(f"{self}: client.sample(max_tokens={max_tokens!r}, stop={stop!r}): {error}") from None
+            raise EpisodeError(f"{self}: client.{method}(max_tokens={max_tokens!r}, stop={stop!r}): {error}") from None
 
-    def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a turn as whole numbers; text, a tokenizer's output, and what was sent are refused."""
+    def _as_ids(self, method: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return tokens as whole numbers; text and a tokenizer's output are refused."""
         try:
-            added = tuple(map(operator.index, tokens))
+            return tuple(map(operator.index, tokens))
         except TypeError:
             raise EpisodeError(
-                f"{self}: client.sample was called with {type(tokens).__name__}, expected token ids, such as "
+                f"{self}: client.{method} was called with {type(tokens).__name__}, expected token ids, such as "
                 "tokenizer.encode(text, add_special_tokens=False)"
             ) from None
-        if self._turns and self._is_all_again(added):
+
+    def _checked(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a turn as whole numbers; what was sent before is refused."""
+        added = self._as_ids("sample", tokens)
+        if self._newest != ROOT and self._is_all_again(added):
             raise EpisodeError(
-                f"{self}: turn {len(self._turns) + 1} was given the whole conversation again, but client.sample "
+                f"{self}: turn {len(self._calls.turns) + 1} was given the whole conversation again, but client.sample "
                 "appends to it; send only what comes after the last response: what the environment says, with marks of "
-                "roles if the template has some"
+                "roles if the template has some. client.call takes whole conversations"
             )
         return added
 
     def _is_all_again(self, added: tuple[int, ...]) -> bool:
         """Whether tokens begin with all that there is; a response may have been encoded anew, as other tokens."""
-        first = self._turns[0].prompt
+        first = self._calls.turns[0].prompt
         if len(added) <= len(first) or added[: len(first)] != first:
             return False
         if added[: len(self._tokens)] == self._tokens:
             return True
-        response = self._turns[0].response
+        response = self._calls.turns[0].response
         again = added[len(first) : len(first) + 2 * len(response) + 8]
         return bool(said := self._text(response)) and self._text(again).startswith(said)
 

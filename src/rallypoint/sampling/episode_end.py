@@ -36,6 +36,7 @@ from rallypoint.errors import (
     SandboxError,
     first_line,
 )
+from rallypoint.sampling.calls import Calls
 from rallypoint.types import Trajectory, Turn
 from rallypoint.user_code import format_user_traceback
 
@@ -79,15 +80,15 @@ class Results:
         may_have_none = config.is_rewarded or not config.needs_rewards
         return cls(may_have_none, bool(config.reward.functions))
 
-    def read(self, found: object, sampled: Sequence[Turn]) -> Trajectory | EpisodeFailed:
+    def read(self, found: object, calls: Calls) -> Trajectory | EpisodeFailed:
         """Return the rollout that an episode made, or why it is none.
 
         Args:
             found: what it returned.
-            sampled: the turns that its client has returned.
+            calls: what its client has sampled.
         """
         try:
-            return self._checked(_read_result(found, tuple(sampled)))
+            return self._checked(_read_result(found, calls.kept()))
         except _MisfitError as misfit:
             return EpisodeFailed("malformed", f"the episode {misfit}")
 
@@ -122,18 +123,20 @@ class OwnTime:
         """Begin to count."""
         self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
         """Why the episode is to be ended."""
-        self._limits, self._loop = limits, asyncio.get_running_loop()
+        self._limits, self._loop, self._num_paused = limits, asyncio.get_running_loop(), 0
         self._total_s, self._since, self._timer = 0.0, 0.0, asyncio.TimerHandle(0.0, lambda: None, (), self._loop)
         self._begin()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the block."""
+        """Do not count the time of the block; several may overlap."""
+        self._num_paused += 1
         self.stop()
         try:
             yield
         finally:
-            if not self.is_over.done():
+            self._num_paused -= 1
+            if not self._num_paused and not self.is_over.done():
                 self._begin()
 
     def stop(self) -> float:
@@ -208,8 +211,9 @@ def scores_of(rollout: Trajectory) -> Scores | None:
     if rollout.rewards is None:
         return None
     scores: list[float] = []
-    for turn, reward in zip(rollout.turns, rollout.rewards, strict=True):
-        scores += [*[0.0] * (len(turn.response) - 1), reward] if turn.response else []
+    for number in rollout.in_rows:
+        response, reward = rollout.turns[number].response, rollout.rewards[number]
+        scores += [*[0.0] * (len(response) - 1), reward] if response else []
     return Scores(tuple(scores), {})
 
 

@@ -18,9 +18,10 @@ from rallypoint.types.batch import (
 )
 from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
 from rallypoint.types.metrics import AtMaximum, Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
-from rallypoint.types.trajectory import Trajectory, Turn, assemble
+from rallypoint.types.trajectory import ROOT, Trajectory, Turn, assemble
 
 __all__ = [
+    "ROOT",
     "ActorBatch",
     "AtMaximum",
     "Carrier",

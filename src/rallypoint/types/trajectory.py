@@ -9,12 +9,23 @@ A worked example: the prompt 5 6 was answered with 7, the environment added 8 9,
 ([5, 6, 7, 8, 9, 4], [0, 0, 1, 0, 0, 1], [True])
 >>> batch.rollout_logprobs.tolist()
 [0.0, 0.0, -1.0, 0.0, 0.0, -2.0]
+
+A rollout is a tree: a turn continues the one before it, another earlier one, or none. Each path from a root to a leaf
+is a row, and a response is trained in the first row that has it. Here the agent went on from its first turn once more:
+
+>>> again = dataclasses.replace(last, prompt=(8, 1), parent=0)
+>>> branched = Trajectory(turns=(turn, last, again))
+>>> branched.rows
+((0, 1), (0, 2))
+>>> batch = assemble([branched], prompt_index=11, sample_index=[0], is_narrowed=False)
+>>> batch.tokens.tolist(), batch.loss_mask.int().tolist(), batch.sample_index.tolist()
+([5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 1, 4], [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1], [0, 0])
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -22,13 +33,16 @@ import torch
 
 from rallypoint.types.batch import RolloutBatch
 
+ROOT = -1
+"""Parent of a turn that continues none: it begins a row of its own."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One exchange: tokens that the environment gave, and the response to everything so far."""
 
     prompt: tuple[int, ...]
-    """Token ids that are new since the response before."""
+    """Token ids that are new since the response of the turn that it continues."""
     response: tuple[int, ...]
     """Token ids that the policy sampled."""
     logprobs: tuple[float, ...]
@@ -41,17 +55,40 @@ class Turn:
     """Version and length of every span of the response, where there are several versions."""
     truncated: bool
     """Whether the response ended at a limit and not by itself."""
+    parent: int | None = None
+    """Number of the earlier turn of the rollout that it continues, from 0; None: the one before it; `ROOT`: none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One rollout: at least one turn."""
+    """One rollout: at least one turn, each after the one that it continues."""
 
     turns: tuple[Turn, ...]
     rewards: tuple[float, ...] | None = None
     """The reward of each turn; None: the reward function scores the rollout."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """What else the episode counted, by name."""
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the turns of each row, from a root to a leaf; rows in the order of their leaves.
+
+        So the last row ends with the last turn.
+        """
+        parents = [number - 1 if turn.parent is None else turn.parent for number, turn in enumerate(self.turns)]
+        return tuple(_path(leaf, parents) for leaf in sorted({*range(len(parents))} - {*parents}))
+
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """The number of every turn once, where it is trained: row after row, each without what a row before it has."""
+        return tuple(dict.fromkeys(chain.from_iterable(self.rows)))
+
+
+def _path(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
+    found = [leaf]
+    while parents[found[-1]] != ROOT:
+        found.append(parents[found[-1]])
+    return tuple(reversed(found))
 
 
 def assemble(
@@ -62,7 +99,9 @@ def assemble(
     is_narrowed: bool,
     by_token: bool = False,
 ) -> RolloutBatch:
-    """Return rollouts of one prompt as ragged rows; what the policy sampled itself is True in `loss_mask`.
+    """Return rollouts of one prompt as ragged rows; `loss_mask` is True for what the policy sampled, once a rollout.
+
+    The rows of a rollout are neighbours, with the same `sample_index`.
 
     Args:
         trajectories: the rollouts.
@@ -71,34 +110,50 @@ def assemble(
         is_narrowed: whether tokens were drawn from another distribution than the model's own.
         by_token: whether to keep the version of each token.
     """
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    num_tokens = [sum(len(t.prompt) + len(t.response) for t in trajectory.turns) for trajectory in trajectories]
+    rows: list[list[Turn]] = []
+    places: list[tuple[Turn, bool]] = []  # of every turn of every row, and whether it is trained there
+    samples: list[int] = []
+    truncated: list[bool] = []
+    for trajectory, sample in zip(trajectories, sample_index, strict=True):
+        trained: set[int] = set()
+        for path in trajectory.rows:
+            rows.append([trajectory.turns[number] for number in path])
+            places += [(trajectory.turns[number], number not in trained) for number in path]
+            trained.update(path)
+            samples.append(sample)
+            truncated.append(trajectory.turns[-1].truncated)
     tokens: list[int] = []
-    is_response: list[bool] = []
-    for turn in turns:
+    is_trained: list[bool] = []
+    for turn, is_new in places:
         tokens += turn.prompt + turn.response
-        is_response += [False] * len(turn.prompt) + [True] * len(turn.response)
+        is_trained += [False] * len(turn.prompt) + [is_new] * len(turn.response)
 
-    def aligned(values: Iterable[Sequence[float]], dtype: type = np.float32) -> torch.Tensor:
-        parts = ((0,) * len(turn.prompt) + tuple(of_response) for turn, of_response in zip(turns, values, strict=True))
-        return _tensor(list(chain.from_iterable(parts)), dtype)
+    def aligned(values: Callable[[Turn], Sequence[float]], dtype: type = np.float32) -> torch.Tensor:
+        found: list[float] = []
+        for turn, is_new in places:
+            found += (0,) * len(turn.prompt)
+            found += values(turn) if is_new else (0,) * len(turn.response)
+        return _tensor(found, dtype)
 
-    def versions(turn: Turn) -> list[int]:
-        spans = turn.spans or ((turn.version, len(turn.response)),)
-        return [version for version, length in spans for _ in range(length)]
-
+    num_tokens = [sum(len(turn.prompt) + len(turn.response) for turn in row) for row in rows]
     return RolloutBatch(
         offsets=_tensor(list(accumulate(num_tokens, initial=0)), np.int64),
         tokens=_tensor(tokens, np.int64),
-        loss_mask=_tensor(is_response, np.bool_),
-        rollout_logprobs=aligned(turn.logprobs for turn in turns),
-        sampled_logprobs=aligned(turn.sampled_logprobs for turn in turns) if is_narrowed else None,
-        prompt_index=_tensor([prompt_index] * len(trajectories), np.int64),
-        sample_index=_tensor(sample_index, np.int64),
-        versions=_tensor([min(turn.version for turn in t.turns) for t in trajectories], np.int64),
-        token_versions=aligned(map(versions, turns), np.int64) if by_token else None,
-        truncated=_tensor([t.turns[-1].truncated for t in trajectories], np.bool_),
+        loss_mask=_tensor(is_trained, np.bool_),
+        rollout_logprobs=aligned(lambda turn: turn.logprobs),
+        sampled_logprobs=aligned(lambda turn: turn.sampled_logprobs) if is_narrowed else None,
+        prompt_index=_tensor([prompt_index] * len(rows), np.int64),
+        sample_index=_tensor(samples, np.int64),
+        versions=_tensor([min(turn.version for turn in row) for row in rows], np.int64),
+        token_versions=aligned(_versions, np.int64) if by_token else None,
+        truncated=_tensor(truncated, np.bool_),
     )
+
+
+def _versions(turn: Turn) -> list[int]:
+    """Return that of each token of a response."""
+    spans = turn.spans or ((turn.version, len(turn.response)),)
+    return [version for version, length in spans for _ in range(length)]
 
 
 def _tensor(values: Sequence[float], dtype: type) -> torch.Tensor:

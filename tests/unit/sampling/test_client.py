@@ -474,3 +474,73 @@ def test_a_response_that_was_encoded_anew_is_recognised_as_sent_again():
 
     found = failed(encodes_anew, mailbox=SaysTwo(), max_tokens=40, tokenizer=Letters())
     assert "turn 2 was given the whole conversation again" in found.reason
+
+
+def test_calls_run_at_the_same_time_and_a_turn_of_sample_does_not():
+    mailbox = FakeMailbox(seconds=0.01)
+
+    async def parallel(client, example):
+        first = await client.call(client.prompt)
+        history = (*client.prompt, *first.response)
+        await asyncio.gather(client.call((*history, 8)), client.call((*history, 9)), client.call((1,)))
+        return [0.0, 0.0, 0.0, 1.0]
+
+    found = have(parallel, mailbox=mailbox)
+    assert sorted(map(len, found.rows)) == [1, 2, 2]
+    assert [request.tokens for request in mailbox.asked] == [(5, 6), (5, 6, 2, 8), (5, 6, 2, 9), (1,)]
+    assert len({request.params.seed for request in mailbox.asked}) == 4
+    assert mailbox.asked[0].params.seed == 0
+
+    async def beside(client, example):
+        await asyncio.gather(client.call(client.prompt), client.sample(client.prompt))
+
+    assert "client.sample was called while it samples another turn" in failed(beside).reason
+
+
+def test_turns_of_sample_keep_their_random_numbers_and_calls_beside_them_have_others():
+    mailbox = FakeMailbox()
+
+    async def linear(client, example):
+        first = await client.sample(client.prompt)
+        await client.sample((8,))
+        await client.call((*client.prompt, *first.response, 9))
+        await client.sample((3,))
+
+    found = have(linear, mailbox=mailbox)
+    assert [request.params.seed for request in mailbox.asked[:2]] == [0, 2**33]
+    assert all(request.params.seed >= 2**62 for request in mailbox.asked[2:])
+    assert [request.tokens for request in mailbox.asked][2:] == [(5, 6, 2, 9), (5, 6, 2, 8, 4, 3)]
+    assert found.rows == ((0, 2), (0, 1, 3))
+
+
+def test_a_call_needs_ids_the_temperature_of_the_run_and_an_episode_that_goes_on():
+    kept = []
+
+    async def text(client, example):
+        await client.call("text")
+
+    async def hot(client, example):
+        await client.call(client.prompt, temperature=0.5)
+
+    async def ends(client, example):
+        kept.append(client)
+        await client.call(client.prompt, temperature=1.0, max_tokens=3)
+
+    assert "client.call was called with str, expected token ids" in failed(text).reason
+    assert "client.call(temperature=0.5): rollouts are sampled and trained at 1.0" in failed(hot).reason
+    assert end_of(ends).turns[0].response == (2,)
+    with pytest.raises(Exception, match="after the end of the episode"):
+        asyncio.run(kept[0].call((5, 6)))
+
+
+def test_the_end_of_an_episode_gives_up_all_its_calls_and_their_time_does_not_count():
+    mailbox = FakeMailbox(seconds=3600)
+
+    async def leaves(client, example):
+        for _ in range(3):
+            asyncio.create_task(client.call(client.prompt))  # noqa: RUF006
+            await asyncio.sleep(0)
+        return 1.0
+
+    assert failed(leaves, mailbox=mailbox).kind == "malformed"
+    assert mailbox.num_cancelled == 3

@@ -1,0 +1,68 @@
+"""What an episode samples with.
+
+Owns: the methods of a client, and what they promise. Must not know: engines, how a rollout is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rallypoint.types.trajectory import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Client(Protocol):
+    """Samples for one episode."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt, with which the first turn begins."""
+        ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's, for what the environment reads and says."""
+        ...
+
+    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        """Append tokens to everything so far, and sample a response.
+
+        Args:
+            tokens: what is new; the first turn begins with the prompt.
+            max_tokens: most tokens of this response; None for `rollout.max_response_tokens`. The row limits it, too.
+            stop: texts, each of which ends this response, besides those of `rollout.stop`.
+
+        Raises:
+            RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
+            GenerationError: the engine failed on this request; likewise.
+            EpisodeError: these are no token ids, or the whole conversation again, or another turn is being sampled.
+        """
+        ...
+
+    async def call(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> Turn:
+        """Sample a response to tokens; several calls may run at the same time.
+
+        A call continues the earlier one whose tokens with its response are the longest exact beginning of these. So
+        calls make a tree, and each of its paths from a root to a leaf is a row.
+
+        Args:
+            tokens: the whole conversation, with all earlier responses exactly as they were sampled.
+            max_tokens: as for `sample`.
+            stop: likewise.
+            temperature: None for `rollout.temperature`; no other is possible yet.
+
+        Raises:
+            RowFullError, GenerationError: as for `sample`.
+            EpisodeError: these are no token ids.
+        """
+        ...

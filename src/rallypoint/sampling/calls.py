@@ -1,0 +1,166 @@
+"""The calls of one rollout: which earlier one each continues, its random numbers, and which of them count.
+
+Owns: the tree of calls. Must not know: requests, episodes, what a call costs. Invariants: a call continues the one
+whose tokens, all of its prompt and its response, are its own longest exact beginning; where calls run at the same time,
+neither random numbers nor the order of turns depends on which of them comes first, or ends first.
+
+The whole tokens of four calls, whose responses are 7, 4, 3 and 2: the second continues the first, the third goes on
+from the first once more, and the last begins anew.
+
+>>> calls, turn = Calls(prompt=(5, 6)), {"logprobs": (), "sampled_logprobs": (), "version": 0, "truncated": False}
+>>> for tokens, response in (((5, 6), 7), ((5, 6, 7, 8), 4), ((5, 6, 7, 9), 3), ((1,), 2)):
+...     call = calls.begin(tokens)
+...     _ = calls.end(call, Turn(prompt=(), response=(response,), **turn))
+>>> [(turn.prompt, turn.parent) for turn in calls.turns]
+[((5, 6), None), ((8,), None), ((9,), 0), ((1,), -1)]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from rallypoint.types import ROOT, Turn
+
+_FIRST_OF_BRANCHES = 2**29
+"""Least number of a call that is numbered by its tokens; there are as many more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call from its beginning."""
+
+    tokens: tuple[int, ...]
+    """All of them."""
+    parent: int
+    """Number of the turn that it continues, or `ROOT`."""
+    start: int
+    """How many of its tokens that turn and those before it have."""
+    number: int
+    """Says its random numbers."""
+    key: bytes
+    """Digest of its tokens."""
+    asked: int
+    """Calls that began before it."""
+    ended: int
+    """Calls that had ended before it began."""
+
+
+class Calls:
+    """The calls of one rollout, in the order of their ends."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        """Begin without any.
+
+        Args:
+            prompt: tokens of the rollout's prompt.
+        """
+        self.turns: list[Turn] = []
+        """All that have ended."""
+        self._prompt, self._ended = prompt, list[Call]()
+        self._children: defaultdict[int, list[int]] = defaultdict(list)
+        self._times: Counter[bytes] = Counter()
+
+    def begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
+        """Return a call.
+
+        Args:
+            tokens: all of them.
+            parent: the turn that it continues; None to find it.
+            number: says its random numbers; None: that is up to its tokens, and how often they were asked before.
+        """
+        found, start = self._longest_beginning(tokens) if parent is None else (parent, self._end_of(parent))
+        key = _digest(tokens)
+        times, asked = self._times[key], self._times.total()
+        self._times[key] += 1
+        if number is None:
+            number = 0 if tokens == self._prompt and not times else _number_of(key, times)
+        return Call(tokens, found, start, number, key, asked, len(self.turns))
+
+    def end(self, call: Call, turn: Turn) -> Turn:
+        """Note what came of a call, and return it; one that failed is not noted.
+
+        Args:
+            call: that has ended.
+            turn: has its response.
+        """
+        number = len(self.turns)
+        parent = None if call.parent == number - 1 else call.parent
+        turn = dataclasses.replace(turn, prompt=call.tokens[call.start :], parent=parent)
+        self.turns.append(turn)
+        self._ended.append(call)
+        self._children[call.parent].append(number)
+        return turn
+
+    def kept(self) -> tuple[Turn, ...]:
+        """Return the turns that count, each after the one that it continues.
+
+        Of several calls with the same tokens some are those of a client that gave up and asked again. Those that
+        nothing continues are left out if another one is continued, and else all but the one that was asked last.
+
+        Calls that ran at the same time are in the order of their depths, and then of their numbers.
+        """
+        depths, order = [0] * len(self.turns), list[int]()
+        for number, call in enumerate(self._ended):
+            depths[number] = 0 if call.parent == ROOT else depths[call.parent] + 1
+        for together in self._together():
+            order += sorted(together, key=lambda number: (depths[number], self._ended[number].number))
+        dropped = self._asked_again(depths)
+        order = [number for number in order if number not in dropped]
+        place = {ROOT: ROOT} | {number: place for place, number in enumerate(order)}
+        parents = [place[self._ended[number].parent] for number in order]
+        return tuple(
+            dataclasses.replace(self.turns[number], parent=None if parent == at - 1 else parent)
+            for at, (number, parent) in enumerate(zip(order, parents, strict=True))
+        )
+
+    def _together(self) -> list[list[int]]:
+        """Return the calls in the order of their ends, cut wherever none was running."""
+        found, soonest = [list[int]()], len(self.turns)
+        for number in reversed(range(len(self.turns))):
+            found[-1].append(number)
+            soonest = min(soonest, self._ended[number].ended)
+            if soonest >= number:
+                found.append([])
+        return [each[::-1] for each in reversed(found[:-1])]
+
+    def _asked_again(self, depths: Sequence[int]) -> set[int]:
+        same: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+        for number, call in enumerate(self._ended):
+            same[depths[number], call.key].append(number)  # a call may continue another without a token between
+        dropped = set[int]()
+        for calls in same.values():
+            leaves = sorted(
+                (number for number in calls if not self._children[number]), key=lambda n: self._ended[n].asked
+            )
+            dropped.update(leaves if len(leaves) < len(calls) else leaves[:-1])
+        return dropped
+
+    def _end_of(self, number: int) -> int:
+        """Return how many tokens a turn and those before it have."""
+        return 0 if number == ROOT else len(self._ended[number].tokens) + len(self.turns[number].response)
+
+    def _longest_beginning(self, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Return the turn that begins so, and up to where; of several equal ones that which was asked last."""
+        left, best = [(ROOT, 0)], (0, -1, ROOT)
+        while left:
+            parent, start = left.pop()
+            for number in self._children[parent]:
+                turn, end = self.turns[number], self._end_of(number)
+                if tokens[start:end] == turn.prompt + turn.response:
+                    left.append((number, end))
+                    best = max(best, (end, self._ended[number].asked, number))
+        return best[2], best[0]
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=16).digest()
+
+
+def _number_of(key: bytes, times: int) -> int:
+    mixed = hashlib.blake2b(key + times.to_bytes(8, "little"), digest_size=8).digest()
+    return _FIRST_OF_BRANCHES + int.from_bytes(mixed, "little") % _FIRST_OF_BRANCHES

@@ -1,0 +1,131 @@
+"""The tree of a rollout's calls: what each continues, its random numbers, and which of them count."""
+
+import itertools
+import random
+
+import pytest
+
+from rallypoint.sampling.calls import Calls
+from rallypoint.types import ROOT, Trajectory, Turn, assemble
+
+PROMPT = (5, 6)
+
+
+def turn_of(response, truncated=False):
+    logprobs = tuple(-float(token) for token in response)
+    return Turn(
+        prompt=(),
+        response=tuple(response),
+        logprobs=logprobs,
+        sampled_logprobs=logprobs,
+        version=0,
+        truncated=truncated,
+    )
+
+
+def play(*asked):
+    """Begin and end calls of (tokens, response) one after the other."""
+    calls = Calls(PROMPT)
+    for tokens, response in asked:
+        calls.end(calls.begin(tuple(tokens)), turn_of(response))
+    return calls
+
+
+def tree_of(turns):
+    return [(turn.prompt, turn.response, turn.parent) for turn in turns]
+
+
+def whole(turns, number):
+    parent = number - 1 if turns[number].parent is None else turns[number].parent
+    before = () if parent == ROOT else whole(turns, parent)
+    return before + turns[number].prompt + turns[number].response
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_call_continues_the_longest_beginning_and_every_sampled_token_is_trained_once(seed):
+    draw = random.Random(seed)
+    calls, wholes = Calls(PROMPT), []
+    for _ in range(25):
+        start = draw.choice([(), PROMPT, *wholes])
+        cut = start[: draw.randint(0, len(start))] if draw.random() < 0.2 else start
+        tokens = cut + tuple(draw.choices((1, 2), k=draw.randint(1, 3)))
+        longest = max((len(one) for one in wholes if tokens[: len(one)] == one), default=0)
+        response = tuple(draw.choices((1, 2), k=draw.randint(0, 2)))
+        turn = calls.end(calls.begin(tokens), turn_of(response))
+        assert turn.prompt == tokens[longest:]
+        wholes.append(tokens + response)
+    assert [whole(calls.turns, number) for number in range(25)] == wholes
+
+    kept = Trajectory(turns=calls.kept())
+    assert {whole(kept.turns, n) for n in range(len(kept.turns))} <= set(wholes)
+    batch = assemble([kept], prompt_index=0, sample_index=[3], is_narrowed=False)
+    assert batch.tokens.tolist() == [
+        t for path in kept.rows for n in path for t in (*kept.turns[n].prompt, *kept.turns[n].response)
+    ]
+    assert batch.num_loss_tokens == sum(len(turn.response) for turn in kept.turns)
+    trained = [token for row in batch.responses() for token in row]
+    assert trained == [token for number in kept.in_rows for token in kept.turns[number].response]
+    assert batch.rollout_logprobs.tolist() == [
+        -float(t) if m else 0.0 for t, m in zip(batch.tokens, batch.loss_mask, strict=True)
+    ]
+    assert set(batch.sample_index.tolist()) == {3}
+
+
+def test_a_linear_rollout_has_no_parents_and_one_row():
+    calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]), ((5, 6, 7, 8, 4), []), ((5, 6, 7, 8, 4), [9]))
+    assert tree_of(calls.kept()) == [((5, 6), (7,), None), ((8,), (4,), None), ((), (), None), ((), (9,), None)]
+    assert Trajectory(turns=calls.kept()).rows == ((0, 1, 2, 3),)
+
+
+def test_what_an_agent_has_compacted_is_a_row_of_its_own():
+    calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]), ((5, 1), [3]), ((5, 1, 3, 8), [2]))
+    found = Trajectory(turns=calls.kept())
+    assert tree_of(found.turns)[2:] == [((5, 1), (3,), ROOT), ((8,), (2,), None)]
+    assert found.rows == ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize("continued", [0, 1])
+def test_a_call_that_was_asked_again_leaves_no_orphan(continued):
+    answers = ([4], [3])
+    after = (5, 6, 7, 8, *answers[continued], 9)
+    calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]), ((5, 6, 7, 8), [3]), (after, [2]))
+    assert tree_of(calls.kept()) == [(PROMPT, (7,), None), ((8,), tuple(answers[continued]), None), ((9,), (2,), None)]
+
+
+def test_of_calls_asked_again_that_nothing_continues_the_one_asked_last_counts_also_if_it_ends_first():
+    calls = Calls(PROMPT)
+    first, again = calls.begin(PROMPT), calls.begin(PROMPT)
+    calls.end(again, turn_of([2]))
+    calls.end(first, turn_of([1]))
+    assert tree_of(calls.kept()) == [(PROMPT, (2,), None)]
+
+
+def test_calls_asked_again_with_the_same_response_stay_one_also_after_the_next_turn():
+    calls = play((PROMPT, [7]), (PROMPT, [7]), ((5, 6, 7, 8), [4]))
+    assert tree_of(calls.kept()) == [(PROMPT, (7,), None), ((8,), (4,), None)]
+
+
+@pytest.mark.parametrize("ends", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("begins", list(itertools.permutations(range(3))))
+def test_of_calls_at_the_same_time_numbers_and_order_do_not_depend_on_which_comes_or_ends_first(begins, ends):
+    def played(begins, ends):
+        calls = play((PROMPT, [7]))
+        asked = [(5, 6, 7, 8), (5, 6, 7, 9), (1,)]
+        running = {place: calls.begin(asked[place]) for place in begins}
+        for place in ends:
+            calls.end(running[place], turn_of([place]))
+        calls.end(calls.begin((5, 6, 7, 3)), turn_of([4]))
+        return [running[place].number for place in range(3)], tree_of(calls.kept())
+
+    found = played(begins, ends)
+    assert found == played((0, 1, 2), (0, 1, 2))
+    assert len(set(found[0])) == 3
+    assert found[1][-1][1] == (4,)
+
+
+def test_the_prompt_has_the_random_numbers_of_a_single_turn_and_asked_again_others():
+    calls = Calls(PROMPT)
+    numbers = [calls.begin(PROMPT).number, calls.begin(PROMPT).number, calls.begin((5,)).number]
+    assert numbers[0] == 0
+    assert len(set(numbers)) == 3
+    assert all(2**29 <= number < 2**30 for number in numbers[1:])
