@@ -30,7 +30,7 @@ from rallypoint.engine.determinism import prepare_process
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.layers import replace_layers
 from rallypoint.observability.flops import device_peak, flops_of
-from rallypoint.plan.run_plan import make_plan
+from rallypoint.prepare.plan import make_plan
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
 GROUP_SIZE = 8

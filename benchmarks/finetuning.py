@@ -94,8 +94,8 @@ def rows_of(kind: str, num: int) -> list[dict[str, Any]]:
 def ours(kind: str, model: str, file: Path, steps: int, threads: int, dtype: str) -> list[float]:
     """Return seconds of each step but the first."""
     from rallypoint.display import Silent
+    from rallypoint.prepare.preflight import load_checked
     from rallypoint.recipes.loop import train
-    from rallypoint.recipes.preflight import load_checked
     from rallypoint.run import read_metrics
     from rallypoint.run.folder import create_run
 

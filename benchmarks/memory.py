@@ -39,7 +39,7 @@ from rallypoint.config import OptimizerConfig, RoleName, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
-from rallypoint.plan import RunPlan, make_plan
+from rallypoint.prepare.plan import RunPlan, make_plan
 from rallypoint.run import read_metrics
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from rallypoint.display import Silent
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
 from rallypoint.run.folder import create_run
 

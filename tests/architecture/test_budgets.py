@@ -41,7 +41,7 @@ BROAD: dict[str, str] = {
     "environments/given.py:loaded": "what a function refers to is imported, which may raise anything",
     "environments/given.py:_packed": "whatever a function refers to may raise while it is pickled: it stays here then",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
-    "recipes/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
+    "prepare/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
     "user_code.py:__call__": "the user's function may raise anything; it is named, with its own traceback",
     "user_code.py:_run": "the user's module may raise anything while it is imported",
     "environments/deadline.py:_settle": "raised again where the result is awaited",

@@ -55,7 +55,7 @@ def test_a_new_folder_fails_until_it_has_its_place_and_an_import_that_points_up_
         "rallypoint",
         "rallypoint.config",
         "rallypoint.data",
-        "rallypoint.recipes.preflight",
+        "rallypoint.prepare.preflight",
         "rallypoint.cli.main",
         "rallypoint.library.launch",
     ],

@@ -15,7 +15,7 @@ EXCEPTIONS = {
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
-    "recipes/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
+    "prepare/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "generation/native/accelerator/graphs.py": "before torch 2.13 only one kind of device has graphs",
     "models/varlen.py": "rows of any lengths are known to the flash attention of one kind of device",

@@ -8,8 +8,8 @@ from tiny_runs import Runs, weights_of
 
 from rallypoint.display import Silent
 from rallypoint.errors import DataError, ModelError, TeacherError
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.serve import Options, Serving
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import read_metrics

@@ -13,10 +13,10 @@ from tiny_runs import Runs, weights_of
 from rallypoint.display import Silent
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy, load_reward_model
+from rallypoint.prepare.material import examine
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.export import export
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.material import examine
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.use import complete, find_trained
 from rallypoint.run import read_metrics
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rallypoint.config import load_config
-from rallypoint.plan import make_plan
+from rallypoint.prepare.plan import make_plan
 from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a process's peak")

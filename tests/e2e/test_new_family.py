@@ -34,7 +34,7 @@ from rallypoint.generation.native.decoder import PlainDecoder
 from rallypoint.model_files import load_policy
 from rallypoint.display import Silent
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.run.folder import create_run
 
 folder = Path(sys.argv[1])

@@ -10,8 +10,8 @@ from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.display import Silent
 from rallypoint.errors import WorkerError
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.run.folder import create_run, open_run
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

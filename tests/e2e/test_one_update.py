@@ -5,8 +5,8 @@ import signal
 import pytest
 from tiny_runs import Runs
 
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.ending import summarise
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

@@ -14,8 +14,8 @@ from rallypoint.config import RECIPES, RecipeSpec, declare
 from rallypoint.data import PromptStream
 from rallypoint.display import Silent
 from rallypoint.observability import span
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.roles.actor import Actor
 from rallypoint.run import read_metrics

@@ -8,7 +8,7 @@ from tiny_models import make_tiny_reward_model
 
 from rallypoint.config import load_config
 from rallypoint.errors import ModelError, RewardError
-from rallypoint.plan import make_plan
+from rallypoint.prepare.plan import make_plan
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.use import evaluate, find_trained
 from rallypoint.run import read_metrics

@@ -3,8 +3,8 @@
 import pytest
 from tiny_runs import Runs
 
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.ending import summarise
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.run import read_metrics
 from rallypoint.run.rollouts import read_rollouts
 

@@ -18,8 +18,8 @@ from rallypoint.journal import (
     WeightsLoaded,
     read_journal,
 )
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
 from rallypoint.run import read_metrics

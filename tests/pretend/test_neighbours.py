@@ -8,7 +8,7 @@ from rallypoint.config import load_config
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.kv_cache import CacheSize
-from rallypoint.plan.run_plan import make_plan
+from rallypoint.prepare.plan import make_plan
 from rallypoint.roles.colocated import MemoryLease, make_room_for_neighbour
 from rallypoint.roles.engines import _memory_share, keeps_memory, planned_cache
 

@@ -11,7 +11,7 @@ from tiny_runs import Runs, weights_of
 from rallypoint.config import load_config
 from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.errors import WorkerError
-from rallypoint.plan.role_memory import reserved_tokens
+from rallypoint.prepare.role_memory import reserved_tokens
 from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

@@ -10,8 +10,8 @@ from pathlib import Path
 from forks import ForkedRally
 
 from rallypoint.display import Silent
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.preflight import load_checked
 from rallypoint.run.folder import RunFolder, create_run, open_run
 
 TINY = (

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rallypoint.recipes.check_reward import SHOWN_ROWS, Kind, Report
-from rallypoint.recipes.check_reward import check_reward as check
-from rallypoint.recipes.preflight import load_named
+from rallypoint.prepare.check_reward import SHOWN_ROWS, Kind, Report
+from rallypoint.prepare.check_reward import check_reward as check
+from rallypoint.prepare.preflight import load_named
 
 
 def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int:

@@ -23,7 +23,7 @@ from rallypoint.display.text import clean, shorten, sparkline, wrap
 from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
 from rallypoint.journal import Change
 from rallypoint.observability.numbers import counted, finite_mean
-from rallypoint.recipes.preflight import newest_of
+from rallypoint.prepare.preflight import newest_of
 from rallypoint.run.overview import Overview, State, find_runs
 
 

@@ -26,12 +26,11 @@ from rallypoint.config import (
 from rallypoint.config.check_algorithm import note_ratios
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
+from rallypoint.config.transport import describe_transport, transport_name
 from rallypoint.display.theme import PALETTE
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.numbers import counted
-from rallypoint.plan import RunPlan
-from rallypoint.plan.run_plan import describe_transport, transport_name
-from rallypoint.recipes.machine import (
+from rallypoint.prepare.machine import (
     Machine,
     check_machine,
     choices,
@@ -41,8 +40,9 @@ from rallypoint.recipes.machine import (
     look_around,
     plan_on,
 )
-from rallypoint.recipes.model_folders import is_hub_name
-from rallypoint.recipes.preflight import file_problems, find_wanted, load_checked, load_named
+from rallypoint.prepare.model_folders import is_hub_name
+from rallypoint.prepare.plan import RunPlan
+from rallypoint.prepare.preflight import file_problems, find_wanted, load_checked, load_named
 from rallypoint.run.folder import RunFolder, anchored
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
@@ -141,7 +141,7 @@ def print_plan(
 
 def _compared(config: RunConfig, folder: RunFolder, from_step: int | None) -> Sequence[str]:
     """Compare a config with the checkpoint that a resume would go on from."""
-    from rallypoint.recipes.material import read_material  # only now torch, as in `_read`
+    from rallypoint.prepare.material import read_material  # only now torch, as in `_read`
     from rallypoint.run.resume import Beginning
 
     config = anchored(config)
@@ -190,7 +190,7 @@ def _read(config: RunConfig) -> Sequence[str]:
             f"prompts        {generate.num_train_prompts:,}, made when the run starts",
             f"reward         {', '.join(functions)}, which ships with rallypoint",
         ]
-    from rallypoint.recipes.material import examine_dry  # only now torch, and the seconds that it takes
+    from rallypoint.prepare.material import examine_dry  # only now torch, and the seconds that it takes
 
     return examine_dry(config)
 

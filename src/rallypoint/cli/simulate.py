@@ -13,7 +13,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.check_sampling_ahead import could_split
 from rallypoint.environments.pool import MAX_PROCESSES
 from rallypoint.errors import RunFolderError
-from rallypoint.recipes.preflight import load_checked, newest_of
+from rallypoint.prepare.preflight import load_checked, newest_of
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.simulator import Measured, Outcome, Setting, measured_outcome, read_steps, settled, simulate
 

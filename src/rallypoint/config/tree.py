@@ -1,7 +1,7 @@
 """The whole config: sections of keys, each with its meaning, unit, range and default, and what follows from them.
 
 Imports neither torch nor ray. `None` is off, an object is on. The keys of a section stand in `sections/`. What follows
-from several keys is a property here or a line of `rallypoint.plan`, never a key of its own.
+from several keys is a property here or a line of `rallypoint.prepare.plan`, never a key of its own.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
+from rallypoint.prepare.machine import choices
+from rallypoint.prepare.preflight import find_wanted, load_checked
 from rallypoint.recipes.interruption import Observer
-from rallypoint.recipes.machine import choices
-from rallypoint.recipes.preflight import find_wanted, load_checked
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 
 if TYPE_CHECKING:
     from rallypoint.display import Progress
-    from rallypoint.recipes.material import Found
+    from rallypoint.prepare.material import Found
 
 _WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
 """What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
@@ -124,7 +124,7 @@ def _examine(loaded: LoadedConfig, console: Console) -> Found:
         console.print(f"{_READING} ...")
     with console.status(_READING) if can_redraw(console) else contextlib.nullcontext():
         # Only now torch, and with it the seconds that importing takes: the config is right.
-        from rallypoint.recipes.material import examine
+        from rallypoint.prepare.material import examine
 
         return examine(loaded.config)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TypeVar, cast
 
 from rallypoint.config import COMMAND_LINE, read
 from rallypoint.errors import ConfigError, RallyError
+from rallypoint.prepare.from_python import plain
 
 HERE = "rally.train"
 ErrorT = TypeVar("ErrorT", bound=RallyError)
@@ -26,13 +26,6 @@ _WORDS = (
     ("--trust-remote-code", "trust_remote_code=True"),
 )
 """What messages say to who typed a command, and what it is in Python."""
-
-
-@runtime_checkable
-class _Number(Protocol):
-    """A number or an array of numpy or torch."""
-
-    def tolist(self) -> object: ...
 
 
 def overrides_of(values: Mapping[str, object]) -> list[str]:
@@ -95,12 +88,3 @@ def renamed(error: ErrorT) -> ErrorT:
         return error if problems == error.problems else type(error)(problems)
     said = str(error)
     return error if error.args != (said,) or in_python(said) == said else type(error)(in_python(said))
-
-
-def plain(value: object) -> Any:
-    """Return a path, or a number or an array of numpy or torch, as JSON has it; for `json.dumps(default=)`."""
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, _Number) and not isinstance(value, type):
-        return value.tolist()
-    raise TypeError(f"found {type(value).__name__}")

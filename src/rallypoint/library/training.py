@@ -22,10 +22,10 @@ from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import giving_episode
 from rallypoint.errors import ConfigError, ModelError, RallyError
 from rallypoint.library.launch import launch
-from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
 from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
+from rallypoint.prepare.from_python import Data, Model, data_files, model_path
 from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.recipes.use import find_trained

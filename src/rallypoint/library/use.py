@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rallypoint.data.hub import hub_as_found
 from rallypoint.errors import DataError, RallyError
-from rallypoint.library.material import Data, Model, data_files, model_path
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
 from rallypoint.library.settings import renamed
+from rallypoint.prepare.from_python import Data, Model, data_files, model_path
 from rallypoint.recipes.use import Evaluation, Trained, complete, find_trained
 from rallypoint.recipes.use import evaluate as score
 

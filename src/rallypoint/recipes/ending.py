@@ -23,7 +23,7 @@ from rallypoint.errors import DiskError, RallyError, first_line
 from rallypoint.journal import Journal, RunBegan, RunEnded
 from rallypoint.observability.tracker_clients import as_in_verl, open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
-from rallypoint.recipes.machine import look_around, plan_on
+from rallypoint.prepare.machine import look_around, plan_on
 from rallypoint.run import MetricsLog, Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored
 from rallypoint.run.record import software

@@ -25,7 +25,7 @@ from rallypoint.disk import naming
 from rallypoint.errors import BusyError, DiskError, GenerationError, RallyError, ServingError, first_line
 from rallypoint.generation import Output, Request
 from rallypoint.journal import Journal
-from rallypoint.recipes.material import Material
+from rallypoint.prepare.material import Material
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, make_app

@@ -37,11 +37,11 @@ from rallypoint.journal import (
 )
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.recipes.data_notes import FirstScores
+from rallypoint.prepare.data_notes import FirstScores
+from rallypoint.prepare.machine import pools_of
+from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.interruption import Observer, acknowledging, interruptible
-from rallypoint.recipes.machine import pools_of
-from rallypoint.recipes.material import Found, Material, prepare, read_material
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of

@@ -29,14 +29,14 @@ from rallypoint.algorithms import (
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
+from rallypoint.config.transport import describe_transport, transport_name
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.grader import Grader
 from rallypoint.journal import Journal
-from rallypoint.plan.run_plan import describe_transport, transport_name
-from rallypoint.recipes.material import Material
-from rallypoint.recipes.own_functions import episode_of, own_function
+from rallypoint.prepare.material import Material
+from rallypoint.prepare.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
 from rallypoint.roles.frozen import RewardModels

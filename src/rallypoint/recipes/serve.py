@@ -21,7 +21,7 @@ from rallypoint.data import TemplateProbe, load_tokenizer
 from rallypoint.errors import CheckpointError, GenerationError, ModelError, ServingError
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
-from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
+from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.recipes.use import Trained
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
 

@@ -32,10 +32,10 @@ from rallypoint.errors import ModelError, RewardError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
-from rallypoint.recipes.data_notes import say_fates
-from rallypoint.recipes.model_folders import is_hub_name
-from rallypoint.recipes.model_limits import RowLimits, check_ids, stop_tokens
-from rallypoint.recipes.own_functions import rewards_for
+from rallypoint.prepare.data_notes import say_fates
+from rallypoint.prepare.model_folders import is_hub_name
+from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
+from rallypoint.prepare.own_functions import rewards_for
 from rallypoint.run.folder import named_run
 from rallypoint.sampling.client import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths

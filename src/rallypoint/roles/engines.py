@@ -18,8 +18,8 @@ from rallypoint.generation.requests import Decode
 from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
 from rallypoint.install import find_engine
 from rallypoint.model_files import adapters_of, outline_policy
-from rallypoint.plan.role_memory import least_tokens, may_keep_cache, reserved_tokens, sampling_bytes
-from rallypoint.plan.run_plan import make_plan
+from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.role_memory import least_tokens, may_keep_cache, reserved_tokens, sampling_bytes
 from rallypoint.roles.placement import WorkerSpec
 
 _LEAST_SHARE = 0.001

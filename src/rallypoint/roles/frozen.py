@@ -17,7 +17,7 @@ from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
 from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
-from rallypoint.plan.run_plan import attention_cost
+from rallypoint.prepare.plan import attention_cost
 from rallypoint.roles.colocated import LeaseHolder, MemoryLease, with_lease
 from rallypoint.roles.dealing import per_token
 from rallypoint.roles.placement import Placement, WorkerSpec

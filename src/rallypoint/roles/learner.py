@@ -31,7 +31,7 @@ from rallypoint.model_files import (
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
-from rallypoint.plan.run_plan import attention_cost
+from rallypoint.prepare.plan import attention_cost
 from rallypoint.roles.colocated import LeaseHolder, with_lease
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec

@@ -16,6 +16,7 @@ import torch
 from rallypoint.cluster import Layout, Mesh, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
+from rallypoint.config.transport import is_streamed
 from rallypoint.cpu.onednn import bound_kernel_caches
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
@@ -24,7 +25,6 @@ from rallypoint.errors import PlacementError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
-from rallypoint.plan.run_plan import is_streamed
 from rallypoint.roles.colocated import LeaseHolder
 from rallypoint.types import Metrics, merge
 

@@ -22,9 +22,9 @@ from typing import Protocol
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
+from rallypoint.config.transport import TransportName, transport_name
 from rallypoint.errors import PlacementError, WeightsMismatchError, WorkerError
 from rallypoint.models import ModelShard
-from rallypoint.plan.run_plan import TransportName, transport_name
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
     HEADER_BYTES,

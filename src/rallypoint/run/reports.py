@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.config import RECIPES, WATCHED, RunConfig
+from rallypoint.config.transport import transport_name
 from rallypoint.extras import find_unusable
 from rallypoint.journal import RunBegan, RunState, StepDone
 from rallypoint.observability.health import health
 from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
-from rallypoint.plan.run_plan import transport_name
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, TIME, read_metrics

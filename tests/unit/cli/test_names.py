@@ -9,7 +9,7 @@ import rallypoint as rally
 from rallypoint.config import load_config
 from rallypoint.config.source import find
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.recipes.preflight import newest_of
+from rallypoint.prepare.preflight import newest_of
 from rallypoint.recipes.use import find_trained
 from rallypoint.run.folder import create_run
 

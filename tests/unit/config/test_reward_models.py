@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
-from rallypoint.plan import make_plan
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.run.folder import anchored
 
 ALONE = ("reward.function=null", "reward.path=scorer")

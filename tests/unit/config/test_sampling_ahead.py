@@ -7,8 +7,8 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.config.check_sampling_ahead import could_split, is_placeable
 from rallypoint.errors import ConfigError
-from rallypoint.plan import make_plan
-from rallypoint.recipes.machine import check_machine, imagine
+from rallypoint.prepare.machine import check_machine, imagine
+from rallypoint.prepare.plan import make_plan
 
 AHEAD = "rollout.max_staleness=1"
 ON_GPUS = "cluster.device=cuda"

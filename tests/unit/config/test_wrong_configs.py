@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.preflight import load_checked
 
 OWN = ("model.create=null", "model.path=model", "data.generate=null", "data.train=good.jsonl")
 OWN = (*OWN, "reward.function=rewards.py:compute_score")

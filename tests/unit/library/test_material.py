@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from rallypoint.config import load_config
 from rallypoint.data import DataSet, load_dataset, load_tokenizer
 from rallypoint.errors import ConfigError, DataError, ModelError, RunFolderError, UnusableCheckpointError
-from rallypoint.library.material import data_files, model_path
 from rallypoint.library.settings import in_python, of_length, overrides_of, renamed
 from rallypoint.library.use import generate
+from rallypoint.prepare.from_python import data_files, model_path
 
 ROWS = [{"prompt": f"{i} + 1", "answer": str(i + 1), "level": i} for i in range(3)]
 

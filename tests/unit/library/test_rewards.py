@@ -10,7 +10,7 @@ from rallypoint.environments.given import GIVEN
 from rallypoint.errors import ConfigError, RewardError
 from rallypoint.library.rewards import specs_of, wanted_columns
 from rallypoint.library.settings import in_python
-from rallypoint.recipes.own_functions import rewards_for
+from rallypoint.prepare.own_functions import rewards_for
 from rallypoint.run.folder import create_run
 
 

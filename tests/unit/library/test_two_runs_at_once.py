@@ -14,9 +14,9 @@ from rallypoint.config import RECIPES, load_config
 from rallypoint.data import load_tokenizer
 from rallypoint.environments.episodes import giving_episode, load_episode
 from rallypoint.environments.given import GIVEN
-from rallypoint.library.material import data_files, model_path
 from rallypoint.library.rewards import specs_of, wanted_columns
 from rallypoint.library.training import _named
+from rallypoint.prepare.from_python import data_files, model_path
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.recipes.recipe import page_of
 

@@ -10,9 +10,9 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext, merge
 from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
+from rallypoint.config.transport import transport_name
 from rallypoint.errors import PlacementError
-from rallypoint.plan.run_plan import transport_name
-from rallypoint.recipes.machine import pools_of
+from rallypoint.prepare.machine import pools_of
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import transport_between
 

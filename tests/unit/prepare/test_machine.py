@@ -7,10 +7,7 @@ import pytest
 
 from rallypoint.config import RoleName, load_config
 from rallypoint.errors import ConfigError
-from rallypoint.plan import make_plan
-from rallypoint.plan.role_memory import reserved_tokens
-from rallypoint.recipes.loop import module_of
-from rallypoint.recipes.machine import (
+from rallypoint.prepare.machine import (
     Accelerator,
     Machine,
     check_machine,
@@ -19,6 +16,9 @@ from rallypoint.recipes.machine import (
     look_around,
     plan_on,
 )
+from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.role_memory import reserved_tokens
+from rallypoint.recipes.loop import module_of
 
 GIB = 2**30
 H100 = Accelerator("NVIDIA H100", 80 * GIB)

@@ -8,7 +8,7 @@ from recorded_syncs import recorded_syncs
 from rallypoint.checkpoint import writing
 from rallypoint.config import RunConfig, load_config
 from rallypoint.errors import CheckpointError, DataError
-from rallypoint.recipes.made import made_data, made_model
+from rallypoint.prepare.made import made_data, made_model
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.run.record import made_inputs
 

@@ -5,7 +5,7 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.environments.given import giving
 from rallypoint.environments.sandbox import SandboxError, open_sandbox
-from rallypoint.recipes.material import sandboxes
+from rallypoint.prepare.material import sandboxes
 
 
 def config_of(spec):

@@ -7,7 +7,7 @@ import pytest
 
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.recipes.preflight import find_wanted, load_named
+from rallypoint.prepare.preflight import find_wanted, load_named
 from rallypoint.run.folder import RunFolder, create_run
 
 FILE = "base: digits\nactor: {num_mini_batches: 2}\ntrainer: {name: mine, num_steps: 50}\n"

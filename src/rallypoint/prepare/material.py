@@ -36,13 +36,13 @@ from rallypoint.environments.reward import opens_sandbox
 from rallypoint.environments.sandbox import SandboxError, open_sandbox
 from rallypoint.errors import RewardError
 from rallypoint.model_files.locate import quiet_transformers
-from rallypoint.plan import make_plan
-from rallypoint.recipes.check_reward import ask_once
-from rallypoint.recipes.data_notes import Training, check_sources, check_truths, repetitions, say_fates
-from rallypoint.recipes.machine import check_machine
-from rallypoint.recipes.made import made_data, made_model
-from rallypoint.recipes.model_limits import RowLimits, check_weights, id_notes, read_models, template_notes
-from rallypoint.recipes.own_functions import check_own_functions
+from rallypoint.prepare.check_reward import ask_once
+from rallypoint.prepare.data_notes import Training, check_sources, check_truths, repetitions, say_fates
+from rallypoint.prepare.machine import check_machine
+from rallypoint.prepare.made import made_data, made_model
+from rallypoint.prepare.model_limits import RowLimits, check_weights, id_notes, read_models, template_notes
+from rallypoint.prepare.own_functions import check_own_functions
+from rallypoint.prepare.plan import make_plan
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder
 

@@ -6,7 +6,7 @@ import torch
 from rallypoint.config import load_config
 from rallypoint.data.dataset import Example, JSONValue, Message
 from rallypoint.environments.scoring import Scored
-from rallypoint.recipes.data_notes import NUM_STEPS, FirstScores
+from rallypoint.prepare.data_notes import NUM_STEPS, FirstScores
 from rallypoint.run.rollouts import StepRollouts
 from rallypoint.types import Metrics, Trajectory, Turn, assemble
 

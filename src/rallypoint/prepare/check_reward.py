@@ -27,7 +27,7 @@ from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
 from rallypoint.errors import RewardError
-from rallypoint.recipes.model_limits import read_models
+from rallypoint.prepare.model_limits import read_models
 from rallypoint.run.data_sets import data_sets
 
 FORMS: dict[str, str] = {

@@ -14,7 +14,7 @@ from rallypoint.data import Example, Message
 from rallypoint.environments.outcome import Failure, Scores
 from rallypoint.environments.reward import Wants
 from rallypoint.errors import RewardError
-from rallypoint.recipes.check_reward import Trial, check_reward, judged, written, wrong_answers
+from rallypoint.prepare.check_reward import Trial, check_reward, judged, written, wrong_answers
 from rallypoint.recipes.use import Trained, evaluate
 
 REWARDS = """

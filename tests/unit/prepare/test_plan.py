@@ -15,8 +15,7 @@ from rallypoint.data import make_digits_tokenizer
 from rallypoint.model_files import create_model, load_critic, load_policy
 from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
-from rallypoint.plan import make_plan
-from rallypoint.plan.run_plan import attention_cost
+from rallypoint.prepare.plan import attention_cost, make_plan
 from rallypoint.types import offsets_from_lengths
 
 

@@ -18,9 +18,9 @@ from rallypoint.data import (
 )
 from rallypoint.errors import ConfigError, DataError, ModelError, RequestError
 from rallypoint.model_files.locate import read_config
-from rallypoint.recipes.data_notes import check_sources, check_truths, repetitions
-from rallypoint.recipes.model_limits import RowLimits, read_models, stop_tokens
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.data_notes import check_sources, check_truths, repetitions
+from rallypoint.prepare.model_limits import RowLimits, read_models, stop_tokens
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.use import Conversation, Trained
 
 

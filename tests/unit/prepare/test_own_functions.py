@@ -8,9 +8,9 @@ from docs_blocks import blocks
 
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.material import examine_dry
-from rallypoint.recipes.own_functions import check_own_functions
-from rallypoint.recipes.preflight import load_checked, load_named
+from rallypoint.prepare.material import examine_dry
+from rallypoint.prepare.own_functions import check_own_functions
+from rallypoint.prepare.preflight import load_checked, load_named
 from rallypoint.recipes.recipe import actor_loss_of, advantage_of
 from rallypoint.run.folder import anchored, create_run
 from rallypoint.run.record import external_inputs

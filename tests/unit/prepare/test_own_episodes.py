@@ -5,9 +5,9 @@ import pytest
 from rallypoint.environments.environment import single_turn
 from rallypoint.environments.episodes import giving_episode
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.material import examine_dry
-from rallypoint.recipes.own_functions import episode_of
-from rallypoint.recipes.preflight import load_checked, load_named
+from rallypoint.prepare.material import examine_dry
+from rallypoint.prepare.own_functions import episode_of
+from rallypoint.prepare.preflight import load_checked, load_named
 from rallypoint.run.folder import anchored, create_run
 from rallypoint.run.record import external_inputs
 

@@ -40,9 +40,9 @@ from rallypoint.errors import ConfigError, DataError, EngineError, RunFolderErro
 from rallypoint.extras import find_missing, find_unusable
 from rallypoint.install import BUILDS, find_engine
 from rallypoint.observability.trackers import find_tracker_problem
-from rallypoint.plan.role_memory import cache_bytes_per_token
-from rallypoint.recipes.machine import choices
-from rallypoint.recipes.model_folders import adapter_problems, model_problems, position_problems
+from rallypoint.prepare.machine import choices
+from rallypoint.prepare.model_folders import adapter_problems, model_problems, position_problems
+from rallypoint.prepare.role_memory import cache_bytes_per_token
 from rallypoint.run.data_sets import data_sets
 from rallypoint.run.folder import RunFolder, anchored, named_run, newest_run, open_run
 from rallypoint.run.recorded_schedule import RecordedSchedule

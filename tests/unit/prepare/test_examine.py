@@ -10,8 +10,8 @@ from tiny_models import make_tiny_model
 
 from rallypoint.data import EncodedRows, cued_text, encode_prompts, load_tokenizer, save_tokenizer
 from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
-from rallypoint.recipes.material import Material, examine, examine_dry
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.material import Material, examine, examine_dry
+from rallypoint.prepare.preflight import load_checked
 from rallypoint.run.folder import launched
 from rallypoint.serving.codec import Codec
 

@@ -26,8 +26,7 @@ from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.observability.numbers import counted
-from rallypoint.plan import RunPlan, make_plan
-from rallypoint.plan.run_plan import SAFE, activations_bytes, choose
+from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan
 
 _ASK_TORCH = """
 import json, sys, torch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rallypoint.config import RunConfig, load_config
 from rallypoint.config.shape import shape_of
-from rallypoint.plan.role_memory import role_memory
-from rallypoint.plan.run_plan import make_plan
+from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.role_memory import role_memory
 
 
 def load(device: str) -> RunConfig:

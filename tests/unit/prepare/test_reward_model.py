@@ -8,7 +8,7 @@ from tiny_models import make_tiny_model, make_tiny_reward_model
 from rallypoint.config import load_config
 from rallypoint.data import load_tokenizer
 from rallypoint.errors import ModelError
-from rallypoint.recipes.model_limits import RowLimits, check_reward_model, id_notes, read_models
+from rallypoint.prepare.model_limits import RowLimits, check_reward_model, id_notes, read_models
 
 CONFIG = load_config("digits", ["reward.path=some/model"]).config
 

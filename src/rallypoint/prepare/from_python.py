@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +24,6 @@ from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming
 from rallypoint.environments.given import ONLY_TRL
 from rallypoint.errors import DataError, ModelError
-from rallypoint.library.settings import plain
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 """Such as a list of dicts, or a `datasets.Dataset`."""
@@ -50,6 +49,13 @@ class _Saves(Protocol):
     def save_pretrained(self, save_directory: str | Path, /) -> object:
         """Write a folder."""
         ...
+
+
+@runtime_checkable
+class _Number(Protocol):
+    """A number or an array of numpy or torch."""
+
+    def tolist(self) -> object: ...
 
 
 Data: TypeAlias = str | Path | Sequence[str | Path] | Rows | Table
@@ -239,3 +245,12 @@ def _settle(partial: Path, final: Path) -> Path:
             return final
     shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
     return final
+
+
+def plain(value: object) -> Any:
+    """Return a path, or a number or an array of numpy or torch, as JSON has it; for `json.dumps(default=)`."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, _Number) and not isinstance(value, type):
+        return value.tolist()
+    raise TypeError(f"found {type(value).__name__}")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.config.load import AUTOMATICALLY, THIS_MACHINE
 from rallypoint.errors import ConfigError
-from rallypoint.plan import make_plan
-from rallypoint.plan.run_plan import activations_bytes, choose
+from rallypoint.prepare.plan import activations_bytes, choose, make_plan
 
 GIB = 2**30
 OPEN = ("cluster.pools=null",)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.recipes.model_folders import is_hub_name
-from rallypoint.recipes.preflight import load_checked
+from rallypoint.prepare.model_folders import is_hub_name
+from rallypoint.prepare.preflight import load_checked
 
 REWARD = "import a_module_that_is_not_there\nraise SystemExit('this must not be run')\n"
 
