@@ -68,6 +68,24 @@ def test_what_the_environment_says_is_context_and_is_not_trained(train):
     assert run.metrics[-1]["actor/ratio_error"] < 1e-5
 
 
+def test_turns_of_other_temperatures_are_trained_at_that_of_the_run(train):
+    run_with, again = train
+
+    async def greedy_or_hot(client, example):
+        is_changed = example.ground_truth in "02468"
+        first = await client.sample(client.prompt, temperature=0 if is_changed else None)
+        assert first.sampled_logprobs == ((0.0,) * len(first.response) if is_changed else first.logprobs)
+        await client.sample(again, temperature=2.5 if is_changed else None, max_tokens=3)
+
+    run = run_with(episode=greedy_or_hot, num_prompts=8, num_steps=1, config={"rollout.temperature": 0.7})
+    step = run.metrics[-1]
+    assert step["rollout/logprob_gap_max"] < 1e-4
+    assert step["actor/ratio_error"] < 1e-5
+    assert step["rollout/narrowing"] != 0.0
+    told = {row["ground_truth"]: row["sampled_logprobs"] == row["rollout_logprobs"] for row in run.rollouts(1)}
+    assert set(told.values()) == {True, False}
+
+
 def test_a_resumed_run_ends_with_the_same_weights_and_wants_the_episode_again(train, tmp_path):
     run_with, _ = train
     every = {"checkpoint.every_steps": 1}

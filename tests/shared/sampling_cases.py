@@ -9,6 +9,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0.0},
     "cold": {"temperature": 0.6},
+    "of a colder policy": {"policy_temperature": 0.6},
+    "greedy of a warm policy": {"temperature": 0.0, "policy_temperature": 1.5},
     "top-k": {"top_k": 3},
     "top-p": {"top_p": 0.7, "temperature": 1.5},
     "min-p": {"min_p": 0.3},

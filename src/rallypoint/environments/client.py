@@ -27,13 +27,21 @@ class Client(Protocol):
         """The model's, for what the environment reads and says."""
         ...
 
-    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> Turn:
         """Append tokens to everything so far, and sample a response.
 
         Args:
             tokens: what is new; the first turn begins with the prompt.
             max_tokens: most tokens of this response; None for `rollout.max_response_tokens`. The row limits it, too.
             stop: texts, each of which ends this response, besides those of `rollout.stop`.
+            temperature: at which it is drawn, 0 is greedy; None for `rollout.temperature`, at which all are trained.
 
         Raises:
             RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
@@ -59,7 +67,7 @@ class Client(Protocol):
             tokens: the whole conversation, with all earlier responses exactly as they were sampled.
             max_tokens: as for `sample`.
             stop: likewise.
-            temperature: None for `rollout.temperature`; no other is possible yet.
+            temperature: likewise.
 
         Raises:
             RowFullError, GenerationError: as for `sample`.

@@ -25,7 +25,15 @@ from rallypoint.generation.requests import (
     take_over,
     vocabulary_of,
 )
-from rallypoint.generation.sampler import RawLogits, SamplingMetadata, penalise, rollout_keys, sample, uniform
+from rallypoint.generation.sampler import (
+    RawLogits,
+    SamplingMetadata,
+    penalise,
+    policy_temperature,
+    rollout_keys,
+    sample,
+    uniform,
+)
 from rallypoint.models import ATTENTION
 
 
@@ -167,7 +175,9 @@ class _TokenSampler(LogitsProcessor):
             logits = penalise(logits, input_ids.cpu(), torch.tensor([[params.repetition_penalty]]))
         if position < params.min_new_tokens and params.stop_tokens:
             logits = logits.index_fill(1, torch.tensor(params.stop_tokens), float("-inf"))
-        before = None if logits is raw else RawLogits(torch.tensor([0]), raw)
+        before = None
+        if logits is not raw or params.has_own_temperature:
+            before = RawLogits(torch.tensor([0]), raw, policy_temperature([params], torch.device("cpu")))
         sampled = sample(logits, self._metadata, uniform(self._key, position), before)
         if bool(sampled.logprobs.isnan()):
             raise not_finite(self._request, position)

@@ -35,6 +35,7 @@ PromptLogprobs: TypeAlias = "tuple[Mapping[int, float], ...]"
 tokens in its place, the likeliest first, and then of the token itself if it is none of them."""
 
 _INF = float("inf")
+_WARM = f"at least {MIN_TEMPERATURE:g}"
 _INT64 = (-(2**63), 2**63 - 1)
 """The least and the largest integer that a tensor can hold."""
 
@@ -65,6 +66,8 @@ class SamplingParams:
     """Only tokens with at least this part of the likeliest one's probability are drawn."""
     repetition_penalty: float = 1.0
     """Logits of tokens that the prompt or the response has are divided by it, or multiplied where negative."""
+    policy_temperature: float | None = None
+    """The temperature at which training recomputes `Output.logprobs`; None: that of the draw (for 0: 1)."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "seed", "top_k"):
@@ -73,13 +76,15 @@ class SamplingParams:
         longest, least, size = self.max_new_tokens, self.min_new_tokens, "a whole number of at least 1"
         most = longest if is_whole(longest) else _INT64[1]
         k, p, penalty, heat = self.top_k, self.top_p, self.repetition_penalty, self.temperature
-        warm, ids = f"0 (greedy) or at least {MIN_TEMPERATURE:g}", f"a whole number from 1 to {MAX_TOP_K}"
+        ids = f"a whole number from 1 to {MAX_TOP_K}"
+        trained = self.policy_temperature
         is_several = all(self.stop_strings) and not isinstance(self.stop_strings, str)
         refuse_unless(
             ("max_new_tokens", longest, is_whole(longest, 1), size),
             ("min_new_tokens", least, is_whole(least, 0, most), f"0 to max_new_tokens={longest}"),
             ("seed", self.seed, is_whole(self.seed), "a whole number of at most 64 bits, with its sign"),
-            ("temperature", heat, heat == 0 or MIN_TEMPERATURE <= heat < _INF, warm),
+            ("temperature", heat, heat == 0 or _is_warm(heat), f"0 (greedy) or {_WARM}"),
+            ("policy_temperature", trained, trained is None or _is_warm(trained), f"None, or {_WARM}"),
             ("top_k", k, k is None or is_whole(k, 1, MAX_TOP_K), f"{ids}, or None for all tokens"),
             ("top_p", p, 0 < p <= 1, "more than 0 and at most 1 (all tokens)"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "0 (all tokens) to 1"),
@@ -88,10 +93,16 @@ class SamplingParams:
         )
 
     @property
+    def has_own_temperature(self) -> bool:
+        """Whether `Output.logprobs` are at another temperature than the draw."""
+        return self.policy_temperature not in (None, self.temperature or 1.0)
+
+    @property
     def narrows(self) -> bool:
-        """Whether tokens are drawn from another distribution than the model's own at the temperature."""
+        """Whether tokens are drawn from another distribution than the model's own at the policy's temperature."""
         return (
             self.temperature == 0
+            or self.has_own_temperature
             or self.top_k is not None
             or self.top_p < 1
             or self.min_p > 0
@@ -135,10 +146,10 @@ class Output:
     """May be empty when the request ends without another token."""
     logprobs: tuple[float, ...]
     """Log-probabilities by the model as trained: its whole distribution at the temperature (for temperature 0: at 1),
-    which training recomputes. This is what `RolloutBatch.rollout_logprobs` holds."""
+    or at `SamplingParams.policy_temperature`, which training recomputes. `RolloutBatch.rollout_logprobs` holds them."""
     sampled_logprobs: tuple[float, ...]
-    """Log-probabilities by the distribution that was drawn from: after penalty, minimum length, top-k, top-p and min-p;
-    0 if greedy."""
+    """Log-probabilities by the distribution that was drawn from: at the temperature of the draw, after penalty, minimum
+    length, top-k, top-p and min-p; 0 if greedy."""
     version: int
     finish_reason: FinishReason | None = None
     """None: more will come."""
@@ -232,6 +243,10 @@ def _plain_ids(ids: object) -> object:
 def is_whole(value: object, least: int = _INT64[0], most: int = _INT64[1]) -> bool:
     """Whether it is an integer within bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_warm(temperature: object) -> bool:
+    return isinstance(temperature, int | float) and MIN_TEMPERATURE <= temperature < _INF
 
 
 def refuse_unless(*checks: tuple[str, object, bool, str]) -> None:

@@ -37,8 +37,8 @@ class SampledTokens(NamedTuple):
     tokens: Tensor
     """int64."""
     logprobs: Tensor
-    """float32: in the whole distribution at the temperature (for temperature 0: at 1); NaN where logits are not
-    finite."""
+    """float32: in the whole distribution at the temperature (for temperature 0: at 1), or at that of the policy; NaN
+    where logits are not finite."""
     sampled_logprobs: Tensor
     """float32: in the distribution that was drawn from; 0 for temperature 0."""
 
@@ -86,12 +86,14 @@ class SamplingMetadata(NamedTuple):
 
 
 class RawLogits(NamedTuple):
-    """The logits, before penalties and bans, of those rows that have any."""
+    """What the policy says, before penalties and bans and at its own temperature, where tokens are drawn otherwise."""
 
     rows: Tensor
     """[n] int64."""
     logits: Tensor
     """[n, V]."""
+    temperature: Tensor
+    """[n, 1] float32."""
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, numbers: Tensor, raw: RawLogits | None = None) -> SampledTokens:
@@ -104,7 +106,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, numbers: Tensor, raw: Raw
         logits: [B, V], any float type.
         metadata: of the rows.
         numbers: [B] float64 in [0, 1).
-        raw: logits of the rows with penalties or bans, as they were before.
+        raw: what the policy says of the rows with penalties, bans, or a temperature of their own.
     """
     return SampledTokens(*without_python(sample_tokens, logits.device)(logits, metadata, numbers, raw))
 
@@ -129,15 +131,18 @@ def sample_tokens(
     if raw is None and filtered is None and greedy is None:
         return tokens, logprobs, logprobs
     if raw is not None:  # a token sampled there may have a probability that underflows
-        changed, temperature = raw.rows, metadata.temperature
-        if temperature is not None and len(temperature) != 1:
-            temperature = temperature.index_select(0, changed)
-        own = _scaled(raw.logits, temperature).log_softmax(-1).gather(1, chosen.index_select(0, changed))
-        logprobs = logprobs.index_copy(0, changed, own.squeeze(1))
+        own = _scaled(raw.logits, raw.temperature).log_softmax(-1).gather(1, chosen.index_select(0, raw.rows))
+        logprobs = logprobs.index_copy(0, raw.rows, own.squeeze(1))
     sampled = _logprobs(shares, sums, chosen)
     if greedy is not None:
         sampled[greedy] = torch.where(logprobs[greedy].isnan(), float("nan"), 0.0)
     return tokens, logprobs, sampled
+
+
+def policy_temperature(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
+    """Return the temperature of each row's logprobs: [n, 1] float32."""
+    heats = [[one.policy_temperature or one.temperature or 1.0] for one in params]
+    return torch.tensor(heats, dtype=torch.float32, device=device)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -251,8 +256,8 @@ class Sampler:
 
     @property
     def is_stateless(self) -> bool:
-        """Whether earlier tokens change how the next one is sampled only through the logits."""
-        return self._penalised is None and not self._bans
+        """Whether how the next token is sampled follows from its logits and `metadata`."""
+        return self._changed is None
 
     def numbers(self, num_tokens: int) -> Tensor:
         """Take the random numbers of the next tokens of every row: [tokens, B]."""
@@ -268,7 +273,7 @@ class Sampler:
         adjusted, raw = logits, None
         if self._changed is not None:
             # Only these rows: the logprobs of the others must not depend on them.
-            raw = RawLogits(self._changed, logits.index_select(0, self._changed))
+            raw = RawLogits(self._changed, logits.index_select(0, self._changed), self._policy_temperature)
         if self._penalised is not None:
             chosen = logits.index_select(0, self._penalised).float()
             adjusted = logits.float().index_copy(0, self._penalised, penalise(chosen, self._seen, self._penalty))
@@ -287,9 +292,15 @@ class Sampler:
         return sampled
 
     def _find_changed(self) -> None:
-        """Find the rows whose logits are changed before the next token is sampled."""
-        changed = [row for row, one in enumerate(self._params) if one.repetition_penalty != 1 or row in self._bans]
-        self._changed = torch.tensor(changed, device=self._positions.device) if changed else None
+        """Find the rows of which the policy says something else than what the next token is drawn from."""
+        changed = [
+            row
+            for row, one in enumerate(self._params)
+            if one.repetition_penalty != 1 or row in self._bans or one.has_own_temperature
+        ]
+        device = self._positions.device
+        self._changed = torch.tensor(changed, device=device) if changed else None
+        self._policy_temperature = policy_temperature([self._params[row] for row in changed], device)
 
 
 def _signed(value: int) -> int:

@@ -34,7 +34,7 @@ from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
 from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.types import ROOT, Trajectory, Turn
+from rallypoint.types import ROOT, Limit, Trajectory, Turn
 
 _NEXT_TURN = 2**33
 """Distance of the seeds of two turns of one rollout."""
@@ -158,7 +158,7 @@ class EpisodeClient:
         if not self._is_full or isinstance(result, EpisodeFailed):
             return result
         return dataclasses.replace(
-            result, turns=(*result.turns[:-1], dataclasses.replace(result.turns[-1], truncated=True))
+            result, turns=(*result.turns[:-1], dataclasses.replace(result.turns[-1], truncated=True, limit="row"))
         )
 
     async def _repeat(self, time: OwnTime) -> None:
@@ -167,7 +167,14 @@ class EpisodeClient:
             time.end(EpisodeFailed(cast("RolloutFailureKind", self._recorded.why), self._recorded.reason))
             await asyncio.get_running_loop().create_future()
 
-    async def sample(self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> Turn:
         """See `Client.sample`."""
         if self._asking and self._time is not None:
             raise EpisodeError(
@@ -175,7 +182,7 @@ class EpisodeClient:
                 "continues the one before; await it first"
             )
         added, number = self._checked(tokens), len(self._calls.turns)
-        params = self._limited("sample", max_tokens, stop)
+        params = self._params_of("sample", max_tokens, stop, temperature)
         call = self._begin(self._tokens + added, parent=self._newest, number=None if self._has_calls else number)
         turn = await self._ask(call, params)
         self._tokens, self._newest = call.tokens + turn.response, number
@@ -190,13 +197,8 @@ class EpisodeClient:
         temperature: float | None = None,
     ) -> Turn:
         """See `Client.call`."""
-        if temperature not in (None, self.params.temperature):
-            raise EpisodeError(
-                f"{self}: client.call(temperature={temperature}): rollouts are sampled and trained at "
-                f"{self.params.temperature}; leave it out, or set rollout.temperature"
-            )
         self._has_calls = True
-        ids, params = self._as_ids("call", tokens), self._limited("call", max_tokens, stop)
+        ids, params = self._as_ids("call", tokens), self._params_of("call", max_tokens, stop, temperature)
         return await self._ask(self._begin(ids), params)
 
     def _begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
@@ -223,7 +225,10 @@ class EpisodeClient:
             raise
         finally:
             self._asking.discard(task)
-        turn = self._calls.end(call, as_turn((), outputs))  # one that failed leaves nothing: it may be repeated
+        turn = as_turn((), outputs)
+        if turn.truncated:
+            turn = dataclasses.replace(turn, limit=self._limit(request, turn))
+        turn = self._calls.end(call, turn)  # one that failed leaves nothing: it may be repeated
         await self._repeat(time)
         return turn
 
@@ -250,18 +255,31 @@ class EpisodeClient:
             return bool(task.cancelling())
         return isinstance(error, RequestError) and request.tokens != self.prompt
 
-    def _limited(self, method: str, max_tokens: int | None, stop: Sequence[str]) -> SamplingParams:
-        """Return how a turn is drawn that may have limits of its own."""
+    def _limit(self, request: Request, turn: Turn) -> Limit:
+        """Return at which limit a response was cut off."""
+        most = request.params.max_new_tokens
+        if len(turn.response) < most:
+            return "engine"
+        return "row" if len(request.tokens) + most == self._terms.max_tokens else "turn"
+
+    def _params_of(
+        self, method: str, max_tokens: int | None, stop: Sequence[str], temperature: float | None
+    ) -> SamplingParams:
+        """Return how a turn is drawn that may have settings of its own; its logprobs are at the run's temperature."""
         params = self.params
-        if max_tokens is None and not stop:
+        if max_tokens is None and not stop and temperature is None:
             return params
         most = params.max_new_tokens if max_tokens is None else max_tokens
         least = min(params.min_new_tokens, most) if is_whole(most, 1) else params.min_new_tokens
         strings = stop if isinstance(stop, str) else (*params.stop_strings, *stop)
+        limits = {"max_new_tokens": most, "min_new_tokens": least, "stop_strings": strings}
+        if temperature is not None:
+            limits |= {"temperature": temperature, "policy_temperature": params.temperature or 1.0}
         try:
-            return dataclasses.replace(params, max_new_tokens=most, min_new_tokens=least, stop_strings=strings)
+            return dataclasses.replace(params, **limits)
         except ValueError as error:
-            raise EpisodeError(f"{self}: client.{method}(max_tokens={max_tokens!r}, stop={stop!r}): {error}") from None
+            said = f"max_tokens={max_tokens!r}, stop={stop!r}, temperature={temperature!r}"
+            raise EpisodeError(f"{self}: client.{method}({said}): {error}") from None
 
     def _as_ids(self, method: str, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return tokens as whole numbers; text and a tokenizer's output are refused."""

@@ -18,7 +18,7 @@ from rallypoint.types.batch import (
 )
 from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
 from rallypoint.types.metrics import AtMaximum, Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
-from rallypoint.types.trajectory import ROOT, Trajectory, Turn, assemble
+from rallypoint.types.trajectory import ROOT, Limit, Trajectory, Turn, assemble
 
 __all__ = [
     "ROOT",
@@ -29,6 +29,7 @@ __all__ = [
     "DistilledBatch",
     "JudgedBatch",
     "Last",
+    "Limit",
     "Maximum",
     "Mean",
     "Metric",

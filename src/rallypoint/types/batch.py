@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar, cast
+from collections.abc import Sequence
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -124,6 +125,18 @@ class RolloutBatch(Sequences):
     steps_behind: Tensor | None = per_token(optional=True)
     """[T] int64: steps of training that are in the actor's weights and not in those that the keys and values before
     each token come from; zero where `loss_mask` is False. None in runs that sample and train in turns."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride] - of its own class
+        """See `Carrier.join`; beside narrowed parts, of which episodes make some, the others say that they are not."""
+        if any(part.sampled_logprobs is not None for part in parts):
+            parts = [
+                part
+                if part.sampled_logprobs is not None
+                else dataclasses.replace(part, sampled_logprobs=part.rollout_logprobs)
+                for part in parts
+            ]
+        return super().join(parts)
 
     def scored(
         self, token_rewards: Tensor, parts: Tensor | None = None, part_names: tuple[str, ...] = ()

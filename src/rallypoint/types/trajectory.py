@@ -27,12 +27,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from rallypoint.types.batch import RolloutBatch
 
+Limit: TypeAlias = Literal["turn", "row", "engine"]
+"""Limit of the turn (`max_tokens`, or `rollout.max_response_tokens`), of the row, which all turns share, or of the
+engine, which is shorter than both."""
 ROOT = -1
 """Parent of a turn that continues none: it begins a row of its own."""
 
@@ -55,6 +59,8 @@ class Turn:
     """Version and length of every span of the response, where there are several versions."""
     truncated: bool
     """Whether the response ended at a limit and not by itself."""
+    limit: Limit | None = None
+    """The limit at which it was truncated, where an episode sampled it; None: it ended by itself."""
     parent: int | None = None
     """Number of the earlier turn of the rollout that it continues, from 0; None: the one before it; `ROOT`: none."""
 
@@ -107,7 +113,7 @@ def assemble(
         trajectories: the rollouts.
         prompt_index: index of the prompt in the run.
         sample_index: which of the rollouts of the prompt each one is.
-        is_narrowed: whether tokens were drawn from another distribution than the model's own.
+        is_narrowed: whether tokens of all of them were drawn from another distribution than the model's own.
         by_token: whether to keep the version of each token.
     """
     rows: list[list[Turn]] = []
@@ -135,6 +141,7 @@ def assemble(
             found += values(turn) if is_new else (0,) * len(turn.response)
         return _tensor(found, dtype)
 
+    is_narrowed = is_narrowed or any(turn.sampled_logprobs != turn.logprobs for turn, _ in places)  # as a turn asked
     num_tokens = [sum(len(turn.prompt) + len(turn.response) for turn in row) for row in rows]
     return RolloutBatch(
         offsets=_tensor(list(accumulate(num_tokens, initial=0)), np.int64),

@@ -65,12 +65,15 @@ def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distri
     batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
     with torch.no_grad():
         at = trained_positions(batch)
-        expected = policy_outputs(ModelShard.whole(make_policy()), batch, at, wanted.temperature or 1.0).logprobs
+        trained = wanted.policy_temperature or wanted.temperature or 1.0
+        expected = policy_outputs(ModelShard.whole(make_policy()), batch, at, trained).logprobs
     assert (batch.rollout_logprobs[at] - expected).abs().max() < 1e-4
     assert (batch.rollout_logprobs[~batch.loss_mask] == 0).all()
     if batch.sampled_logprobs is not None and wanted.temperature == 0:
         assert (batch.sampled_logprobs == 0).all()
-    if batch.sampled_logprobs is not None and wanted.repetition_penalty == 1 and not wanted.min_new_tokens:
+    if batch.sampled_logprobs is not None and wanted.repetition_penalty == 1 and not wanted.has_own_temperature:
+        if wanted.min_new_tokens:
+            return
         assert (batch.sampled_logprobs >= batch.rollout_logprobs - 1e-6).all(), "what is left is likelier"
 
 

@@ -421,7 +421,59 @@ def test_a_turn_may_have_limits_of_its_own():
     assert (second.max_new_tokens, second.stop_strings) == (5, ())
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_tokens": "9"}, {"stop": "text"}, {"stop": [""]}])
+def test_a_turn_of_its_own_temperature_has_the_logprobs_of_the_runs():
+    mailbox = FakeMailbox()
+
+    async def greedy_then_hot(client, example):
+        await client.sample(client.prompt, temperature=0)
+        await client.sample((8,), temperature=1.5)
+        await client.sample((8,))
+
+    have(greedy_then_hot, mailbox=mailbox)
+    asked = [request.params for request in mailbox.asked]
+    assert [one.temperature for one in asked] == [0, 1.5, 1.0]
+    assert [one.policy_temperature for one in asked] == [1.0, 1.0, None]
+    assert [one.narrows for one in asked] == [True, True, False]
+
+
+class Cut(FakeMailbox):
+    """Cuts every response off, after as many tokens as were asked for, or before."""
+
+    def __init__(self, *, missing: int = 0) -> None:
+        super().__init__()
+        self._missing = missing
+
+    async def sample(self, request, rank):
+        (whole,) = await super().sample(request, rank)
+        num = request.params.max_new_tokens - self._missing
+        many = {"tokens": (3,) * num, "logprobs": (-1.0,) * num, "sampled_logprobs": (-1.0,) * num}
+        return [dataclasses.replace(whole, finish_reason="length", **many)]
+
+
+@pytest.mark.parametrize(
+    ("missing", "wanted", "limits"),
+    [(0, 3, ["turn", "turn"]), (0, None, ["turn", "row"]), (1, 3, ["engine", "engine"])],
+)
+def test_a_turn_says_at_which_limit_it_was_cut_off(missing, wanted, limits):
+    async def two_turns(client, example):
+        for tokens in (client.prompt, (8,)):
+            await client.sample(tokens, max_tokens=wanted)
+
+    assert [turn.limit for turn in have(two_turns, mailbox=Cut(missing=missing)).turns] == limits
+    assert [turn.limit for turn in have(two_turns).turns] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": "9"},
+        {"stop": "text"},
+        {"stop": [""]},
+        {"temperature": -1.0},
+        {"temperature": "hot"},
+    ],
+)
 def test_limits_of_a_turn_that_make_no_sense_are_malformed(limits):
     async def limited(client, example):
         await client.sample(client.prompt, **limits)
@@ -513,8 +565,8 @@ def test_turns_of_sample_keep_their_random_numbers_and_calls_beside_them_have_ot
     assert found.rows == ((0, 2), (0, 1, 3))
 
 
-def test_a_call_needs_ids_the_temperature_of_the_run_and_an_episode_that_goes_on():
-    kept = []
+def test_a_call_may_have_a_temperature_and_needs_ids_and_an_episode_that_goes_on():
+    kept, mailbox = [], FakeMailbox()
 
     async def text(client, example):
         await client.call("text")
@@ -527,7 +579,9 @@ def test_a_call_needs_ids_the_temperature_of_the_run_and_an_episode_that_goes_on
         await client.call(client.prompt, temperature=1.0, max_tokens=3)
 
     assert "client.call was called with str, expected token ids" in failed(text).reason
-    assert "client.call(temperature=0.5): rollouts are sampled and trained at 1.0" in failed(hot).reason
+    have(hot, mailbox=mailbox)
+    (asked,) = mailbox.asked
+    assert (asked.params.temperature, asked.params.policy_temperature) == (0.5, 1.0)
     assert end_of(ends).turns[0].response == (2,)
     with pytest.raises(Exception, match="after the end of the episode"):
         asyncio.run(kept[0].call((5, 6)))
