@@ -6,8 +6,10 @@ Importing this package imports neither torch nor transformers nor pyarrow; they 
 that needs them.
 """
 
+from rallypoint.data.answers import read_answer
 from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
+from rallypoint.data.dialogue import ChatMessage, Dialogue
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.encoded_rows import EncodedExample, EncodedRows
 from rallypoint.data.generators import Generator, is_generator
@@ -21,10 +23,12 @@ from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_token
 from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
 __all__ = [
+    "ChatMessage",
     "Conversation",
     "Conversations",
     "DataSet",
     "Dataset",
+    "Dialogue",
     "DigitsTask",
     "EncodedExample",
     "EncodedPrompts",
@@ -54,6 +58,7 @@ __all__ = [
     "load_tokenizer",
     "make_digits",
     "make_digits_tokenizer",
+    "read_answer",
     "save_tokenizer",
     "score_digits",
     "special_ids",

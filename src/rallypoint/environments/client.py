@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from rallypoint.data import ChatMessage
+from rallypoint.environments.chat import Messages
 from rallypoint.types.trajectory import Turn
 
 if TYPE_CHECKING:
@@ -72,5 +74,35 @@ class Client(Protocol):
         Raises:
             RowFullError, GenerationError: as for `sample`.
             EpisodeError: these are no token ids.
+        """
+        ...
+
+    async def chat(
+        self,
+        messages: Messages = (),
+        tools: Sequence[ChatMessage] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> dict[str, object]:
+        """Sample an answer to messages, and return it as one.
+
+        What was sampled stays as it is; what stands between two answers is written by the model's chat template.
+        Messages that do not continue what was said begin another row.
+
+        Args:
+            messages: at first all of them; none: those of the prompt. Later what is new, or all of them again.
+            tools: function schemas as in OpenAI's API, for the template; None for those of the call before.
+            max_tokens: as for `sample`.
+            stop: likewise.
+            temperature: as for `call`.
+
+        Returns:
+            `role` ("assistant"), `content`, and `reasoning`, if the answer has some.
+
+        Raises:
+            RowFullError, GenerationError: as for `sample`.
+            EpisodeError: these are no messages, or the template has no place for them.
         """
         ...

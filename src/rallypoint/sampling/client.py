@@ -24,6 +24,8 @@ from typing import Self, cast
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
+from rallypoint.data import ChatMessage
+from rallypoint.environments.chat import Chat, Messages
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import called
 from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
@@ -102,6 +104,7 @@ class EpisodeClient:
         self._asking = set[asyncio.Task[object]]()
         """Whatever parts of the episode wait for a response."""
         self._engine_errors: list[BaseException] = []
+        self._chat = Chat(terms.tokenizer, params.stop_tokens, (self.prompt, self._prompt.example.prompt))
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -200,6 +203,20 @@ class EpisodeClient:
         self._has_calls = True
         ids, params = self._as_ids("call", tokens), self._params_of("call", max_tokens, stop, temperature)
         return await self._ask(self._begin(ids), params)
+
+    async def chat(
+        self,
+        messages: Messages = (),
+        tools: Sequence[ChatMessage] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float | None = None,
+    ) -> dict[str, object]:
+        """See `Client.chat`."""
+        asked = self._chat.asked(messages, tools)
+        turn = await self.call(asked.tokens, max_tokens=max_tokens, stop=stop, temperature=temperature)
+        return self._chat.answered(asked, turn.response)
 
     def _begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
         if self._time is None:

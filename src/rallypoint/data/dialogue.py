@@ -1,0 +1,256 @@
+"""Dialogues: conversations with their tokens, of which the policy has sampled the answers.
+
+Owns: which tokens stand between two answers. Must not know: engines, rows, what calls of tools mean.
+
+Invariant: what was sampled is never encoded again. Rendering a conversation anew would break that: templates drop
+reasoning, move tools, and write calls in a spelling of their own. So only what follows on an answer is taken from the
+template. It is rendered behind a stand-in answer with a mark:
+
+    <user> 0 <assistant> mark7 <end> <user> and + 1 ? <end> <assistant>
+                               ----------------------------------------  follows on any answer
+
+The first token of that ends the turn. It is left out if it was sampled, and is context if the turn was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, left_out, special_ids, template_errors
+from rallypoint.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatMessage: TypeAlias = Mapping[str, object]
+"""A message as OpenAI's API has it: `role`, `content`, and `tool_calls`, `tool_call_id` or `name`."""
+_NEW = "probe8"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation and its tokens; `continue_with` and `answered` return longer ones.
+
+    >>> from rallypoint.data.tokenizer import make_digits_tokenizer
+    >>> tokenizer = make_digits_tokenizer()
+    >>> asked = Dialogue.begin(tokenizer, [{"role": "user", "content": "1+1"}], stop_tokens=(0,))
+    >>> sampled = tokenizer.encode("2<eos>", add_special_tokens=False)
+    >>> again = asked.answered(sampled, {"role": "assistant", "content": "2"}).continue_with(
+    ...     [{"role": "user", "content": "2+2"}]
+    ... )
+    >>> tokenizer.decode(again.tokens).replace(" ", "")
+    '<user>1+1<assistant>2<eos><user>2+2<assistant>'
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...]
+    """Each of them ends an answer."""
+    messages: tuple[ChatMessage, ...]
+    tokens: tuple[int, ...]
+    """Ids of all of it, with the cue for the assistant at the end unless it ends with an answer."""
+    tools: tuple[ChatMessage, ...] = ()
+    """OpenAI's function schemas, which the template is given."""
+
+    @classmethod
+    def begin(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] = (),
+        *,
+        stop_tokens: Sequence[int],
+    ) -> Dialogue:
+        """Write a conversation in the chat template, with the cue for the assistant.
+
+        Raises:
+            ModelError: it does not fit the template, or a message is not in what that writes.
+        """
+        text = _written(tokenizer, messages, tools)
+        _check_whole(messages, text)
+        return cls(tokenizer, tuple(stop_tokens), tuple(messages), _encode(tokenizer, text), tuple(tools))
+
+    def answered(self, response: Sequence[int], message: ChatMessage) -> Dialogue:
+        """Add an answer.
+
+        Args:
+            response: the ids that were sampled, with the token that ended them, if one did.
+            message: what they say, with the role of the assistant.
+        """
+        return dataclasses.replace(self, messages=(*self.messages, message), tokens=(*self.tokens, *map(int, response)))
+
+    def continue_with(self, messages: Sequence[ChatMessage]) -> Dialogue:
+        """Add messages to a dialogue that ends with an answer, and the cue for the next one.
+
+        Raises:
+            ModelError: they do not fit the template, or one of them is not in what that writes.
+        """
+        ids = self._following(messages)
+        borders = _Borders.of(self.tokenizer, self.stop_tokens)
+        last = self.tokens[-1]
+        # Another end than the template's stands in for it; a token that begins the next message is part of that.
+        if last == ids[0] or (last in self.stop_tokens and ids[0] in borders.closing):
+            ids = ids[1:]
+        return dataclasses.replace(self, messages=(*self.messages, *messages), tokens=self.tokens + ids)
+
+    def new_of(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage] | None:
+        """Return what a whole conversation adds to this one; None if it does not begin with what was said here."""
+        num = len(self.messages)
+        if len(messages) < num or any(not _is_same(*pair) for pair in zip(self.messages, messages[:num], strict=True)):
+            return None
+        return messages[num:]
+
+    def _following(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Return the tokens that follow on any answer, from that on which ends it."""
+        borders = _Borders.of(self.tokenizer, self.stop_tokens)
+        said = json.dumps([*messages], default=str)
+        mark = next(mark for number in itertools.count(7) if (mark := f"mark{number}") not in said)
+        refusal = "it leaves out a stand-in answer"
+        # The history numbers calls in some templates; another one may refuse what was sampled.
+        histories: list[Sequence[ChatMessage]] = [self.messages[:-1], [_message("user", "0")]]
+        stand_ins = [*_stand_ins(self.messages[-1], messages, mark)]
+        for history, stand_in in itertools.product(histories, stand_ins):
+            try:
+                text = _written(self.tokenizer, [*history, stand_in, *messages], self.tools)
+            except ModelError as error:
+                refusal = str(error)
+                continue
+            if mark not in text:
+                continue
+            behind = mark + text.rpartition(mark)[2]
+            _check_whole(messages, behind)
+            ids = _encode(self.tokenizer, behind)
+            end = next((place for place, token in enumerate(ids) if token in borders.ends), None)
+            if end is not None:
+                return ids[end:]
+            refusal = "it ends no answer with a special token"
+        raise ModelError(f"the chat template cannot continue behind an answer: {refusal}; {MEND_TEMPLATE}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Borders:
+    """The tokens with which a template ends messages."""
+
+    ends: frozenset[int]
+    """Ids that end an answer."""
+    closing: frozenset[int]
+    """Those that end messages, and do not begin others, as `<|user|>` of GLM does."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=16)
+    def of(tokenizer: PreTrainedTokenizerBase, stop_tokens: tuple[int, ...]) -> _Borders:
+        """Look at what the tokenizer's template, which stays as it is, writes between two messages."""
+        special, stops = special_ids(tokenizer), frozenset(stop_tokens)
+        closing, own = {TemplateProbe.of(tokenizer).end} - {None}, list[int]()
+        try:
+            text = _written(
+                tokenizer, [_message("user", "0"), _message("assistant", "mark7"), _message("user", _NEW)], ()
+            )
+        except ModelError:
+            text = ""
+        before, _, behind = text.rpartition("mark7")[2].partition(_NEW)
+        between = [token for token in _encode(tokenizer, before) if token in special]
+        if not stops.intersection(between):  # such as <|end|> of gpt-oss, which ends sampling with <|return|>
+            own = between[:1]
+        closing.update(token for token in _encode(tokenizer, behind) if token in special)
+        return _Borders(stops.union(own), frozenset(cast("set[int]", closing)))
+
+
+def _stand_ins(answer: ChatMessage, messages: Sequence[ChatMessage], mark: str) -> Iterator[ChatMessage]:
+    """Yield answers with a mark at the end that templates may take in place of one, the likeliest first.
+
+    Some take only an answer that calls the tools whose results follow, some only a single call, or no content.
+    """
+    calls = _calls(answer)
+    results = [message for message in messages if message.get("role") == "tool"]
+    if calls:
+        yield from _calling([(_function(call).get("name"), call.get("id")) for call in calls], mark)
+    yield _message("assistant", mark)
+    if results and not calls:
+        yield from _calling([(one.get("name") or "tool", one.get("tool_call_id")) for one in results], mark)
+
+
+def _calling(called: Sequence[tuple[object, object]], mark: str) -> Iterator[ChatMessage]:
+    for number, content in itertools.product(dict.fromkeys((len(called), 1)), ("", None)):
+        calls: list[object] = []
+        for place, (name, key) in enumerate(called[:number], start=1):
+            function = {"name": name, "arguments": {"mark": mark} if place == number else {}}
+            calls.append({"id": key or f"call{place:05}", "type": "function", "function": function})
+        yield {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _calls(message: ChatMessage) -> Sequence[Mapping[str, object]]:
+    return cast("Sequence[Mapping[str, object]]", message.get("tool_calls") or ())
+
+
+def _function(call: Mapping[str, object]) -> Mapping[str, object]:
+    return cast("Mapping[str, object]", call.get("function") or call)
+
+
+def _arguments(call: Mapping[str, object]) -> object:
+    """Return the arguments of a call as what their JSON says, if they are text."""
+    arguments = _function(call).get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(arguments)
+    return arguments
+
+
+def _message(role: str, content: str) -> ChatMessage:
+    return {"role": role, "content": content}
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> str:
+    """Return messages in the chat template, with the cue for the assistant.
+
+    Raises:
+        ModelError: they do not fit it.
+    """
+    schemas = [dict(tool) for tool in tools] or None
+    for as_text in (False, True):  # some templates want the arguments of calls as text
+        given = [_with_arguments(message, as_text=as_text) for message in messages]
+        try:
+            return cast(
+                "str",
+                tokenizer.apply_chat_template(given, tools=schemas, add_generation_prompt=True, tokenize=False),  # pyright: ignore[reportArgumentType]
+            )
+        except template_errors() as error:
+            if as_text or not any(message.get("tool_calls") for message in messages):
+                raise ModelError(f"the messages do not fit the model's chat template: {error}") from None
+    raise AssertionError("the last one returns or raises")
+
+
+def _with_arguments(message: ChatMessage, *, as_text: bool) -> dict[str, object]:
+    """Return a message with the arguments of its calls as text in JSON, or as what that says."""
+    calls: list[object] = []
+    for call in _calls(message):
+        function = {**_function(call), "arguments": _arguments(call)}
+        if as_text:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({"type": "function", **call, "function": function})
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _check_whole(messages: Sequence[ChatMessage], text: str) -> None:
+    said = [{"role": str(one["role"]), "content": str(one.get("content") or "")} for one in messages]
+    if (problem := left_out(said, text)) is not None:
+        raise ModelError(f"{problem}; {MEND_TEMPLATE}")
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(cast("list[int]", tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
+    """Whether two messages say the same, however their calls are spelled."""
+    return _essence(one) == _essence(other)
+
+
+def _essence(message: ChatMessage) -> tuple[object, ...]:
+    calls = [(_function(call).get("name"), _arguments(call)) for call in _calls(message)]
+    return message.get("role"), message.get("content") or "", message.get("tool_call_id"), calls

@@ -1,0 +1,100 @@
+"""What an episode says to the policy in messages, and what it answers: the dialogue behind `client.chat`.
+
+Owns: which of the messages of a call are new. Must not know: engines, rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from rallypoint.data import ChatMessage, Dialogue, Message, read_answer
+from rallypoint.data.files import found
+from rallypoint.errors import EpisodeError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages: TypeAlias = Sequence[ChatMessage | Message]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_EXPECTED = "expected a list of messages such as {'role': 'user', 'content': 'Look again.'}"
+
+
+class Chat:
+    """The dialogues of one episode, the first of which begins with its prompt."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: Sequence[int],
+        prompt: tuple[tuple[int, ...], Sequence[Message]],
+    ) -> None:
+        """Begin without messages; the prompt is given as tokens and as messages, the stop tokens end answers."""
+        self._tokenizer, self._stop_tokens, self._prompt = tokenizer, tuple(stop_tokens), prompt
+        self._dialogues: list[Dialogue] = []
+        """Each of them ends with an answer; the newest is in front."""
+
+    def asked(
+        self, messages: Messages, tools: Sequence[ChatMessage] | None = None, *, is_whole: bool = False
+    ) -> Dialogue:
+        """Return the dialogue that messages make, ready to be answered; nothing of it is kept yet.
+
+        Args:
+            messages: all of a conversation, or what is new after the last answer; none at first: those of the prompt.
+            tools: OpenAI's function schemas; None for those of the call before.
+            is_whole: whether messages are all of a conversation; False: an answer in it, or a message of the system in
+                front, shows that they are.
+
+        Raises:
+            EpisodeError: these are no messages, or they do not fit the template.
+        """
+        given = [_checked(index, one) for index, one in enumerate(_listed(messages))]
+        last = self._dialogues[0] if self._dialogues else None
+        tools = (last.tools if last else ()) if tools is None else tuple(tools)
+        is_whole = is_whole or last is None or any(one["role"] == "assistant" for one in given)
+        if last is not None and not given:
+            raise EpisodeError("client.chat was given nothing new after the last answer; add what is to be answered")
+        try:
+            if last is None or is_whole or given[0]["role"] == "system":
+                return self._whole(given, tools)
+            return last.continue_with(given) if last.tools == tools else self._whole([*last.messages, *given], tools)
+        except ModelError as error:
+            raise EpisodeError(f"client.chat: {error}") from None
+
+    def answered(self, asked: Dialogue, response: Sequence[int]) -> dict[str, object]:
+        """Add what was sampled, and return what it says."""
+        message = read_answer(self._tokenizer, response, self._stop_tokens)
+        self._dialogues.insert(0, asked.answered(response, message))
+        return message
+
+    def _whole(self, messages: Sequence[ChatMessage], tools: tuple[ChatMessage, ...]) -> Dialogue:
+        """Continue the longest dialogue with which the messages begin, or begin another one."""
+        for dialogue in sorted(self._dialogues, key=lambda one: -len(one.messages)):
+            if dialogue.tools == tools and (new := dialogue.new_of(messages)):
+                return dialogue.continue_with(new)
+        prompt, said = self._prompt
+        own = [_checked(index, one) for index, one in enumerate(said)]
+        if not tools and messages in ([], own):  # its tokens may be cut, see data.on_too_long
+            return Dialogue(self._tokenizer, self._stop_tokens, tuple(own), prompt)
+        return Dialogue.begin(self._tokenizer, messages or own, tools, stop_tokens=self._stop_tokens)
+
+
+def _listed(messages: object) -> Sequence[object]:
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        return cast("Sequence[object]", messages)
+    raise EpisodeError(f"client.chat: {_EXPECTED}, found {found(messages)}")
+
+
+def _checked(index: int, message: object) -> ChatMessage:
+    """Return a message as templates take it, or say what is wrong with it."""
+    if isinstance(message, Message):
+        return {"role": message.role, "content": message.content}
+    if not isinstance(message, Mapping):
+        raise EpisodeError(f"client.chat: {_EXPECTED}, found {found(message)} as message {index}")
+    fields = cast("Mapping[str, object]", message)
+    role, content = fields.get("role"), fields.get("content")
+    if role not in _ROLES:
+        raise EpisodeError(f"client.chat: message {index} has the role {role!r}; expected one of {', '.join(_ROLES)}")
+    if not isinstance(content, str) and (content is not None or role != "assistant"):
+        raise EpisodeError(f"client.chat: message {index} ({role}): expected text as 'content', found {found(content)}")
+    return fields

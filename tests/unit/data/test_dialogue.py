@@ -1,0 +1,115 @@
+"""Tokens between two answers: those of the chat template, whatever was sampled before them."""
+
+import pytest
+from chat_templates import LLAMA3, PUBLISHED, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer, merging_tokenizer
+
+from rallypoint.data.dialogue import Dialogue
+from rallypoint.data.template import take_texts
+from rallypoint.errors import ModelError
+
+TEMPLATES = {**PUBLISHED, "qwen3": QWEN3, "llama3": LLAMA3, "zephyr": ZEPHYR}
+STOPS = {
+    "glm4.5": ("<|user|>", "<|observation|>"),
+    "gpt-oss": ("<|return|>",),
+    "gemma2": ("<end_of_turn>",),
+    "vicuna": ("</s>",),
+}
+"""What ends sampling, where it is not the last of the special tokens."""
+ENDS = {"glm4.5": "<|user|>", "gpt-oss": "<|end|>"}
+"""What the template writes behind an answer, where it is not what ends sampling."""
+ASKED, AGAIN = [{"role": "user", "content": "2+2?"}], [{"role": "user", "content": " and 3+3?\n"}]
+ANSWER = {"role": "assistant", "content": "It is zq4."}
+
+
+def dialogue_with(name):
+    tokenizer = make_chat_tokenizer(TEMPLATES[name])
+    take_texts(tokenizer)
+    stops = STOPS.get(name, SPECIAL[TEMPLATES[name]][-1:])
+    return Dialogue.begin(tokenizer, ASKED, stop_tokens=tokenizer.convert_tokens_to_ids(list(stops)))
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def rendered_behind_the_answer(dialogue, end):
+    """Return the ids that the template has from the end of the answer on, tokenized as a part of the whole."""
+    text = dialogue.tokenizer.apply_chat_template([*ASKED, ANSWER, *AGAIN], add_generation_prompt=True, tokenize=False)
+    ids = encode(dialogue.tokenizer, text)
+    before = len(encode(dialogue.tokenizer, text.partition("zq4")[0]))
+    return tuple(ids[ids.index(dialogue.tokenizer.convert_tokens_to_ids(end), before) :])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_follows_an_answer_is_what_the_template_writes_there(name):
+    asked = dialogue_with(name)
+    end = ENDS.get(name, STOPS.get(name, SPECIAL[TEMPLATES[name]])[-1])
+    following = rendered_behind_the_answer(asked, end)
+    # What was sampled is nothing that the template would write.
+    sampled = tuple(encode(asked.tokenizer, "  <think>\nhm\n</think>It  is "))
+    cut = asked.answered(sampled, ANSWER).continue_with(AGAIN)
+    assert cut.tokens == (*asked.tokens, *sampled, *following)
+    whole = asked.answered((*sampled, asked.stop_tokens[0]), ANSWER).continue_with(AGAIN)
+    assert whole.tokens == (*asked.tokens, *sampled, asked.stop_tokens[0], *following[1:])
+    assert whole.messages == (*ASKED, ANSWER, *AGAIN)
+
+
+def test_a_token_that_begins_the_next_message_is_there_though_another_one_ended_the_answer():
+    asked = dialogue_with("glm4.5")
+    observation = asked.tokenizer.convert_tokens_to_ids("<|observation|>")
+    again = asked.answered([observation], ANSWER).continue_with(AGAIN)
+    assert asked.tokenizer.decode(again.tokens[len(asked.tokens) :]).startswith("<|observation|><|user|>\n and 3+3?")
+    result = [{"role": "tool", "content": "4"}]
+    again = asked.answered([observation], ANSWER).continue_with(result)
+    assert asked.tokenizer.decode(again.tokens[len(asked.tokens) :]).startswith("<|observation|>\n<tool_response>\n4")
+
+
+def test_another_end_than_the_templates_stands_in_for_it():
+    tokenizer = make_chat_tokenizer(QWEN3, eos="<|endoftext|>")
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    asked = Dialogue.begin(tokenizer, ASKED, stop_tokens=ends)
+    again = asked.answered([ends[0]], ANSWER).continue_with(AGAIN)
+    assert tokenizer.decode(again.tokens[len(asked.tokens) :]).startswith("<|endoftext|>\n<|im_start|>user")
+
+
+@pytest.mark.parametrize("start_blank", ["always", "first"])
+def test_tokenizers_that_put_a_blank_before_a_text_put_none_behind_an_answer(start_blank):
+    tokenizer = merging_tokenizer("", start_blank=start_blank)
+    asked = Dialogue.begin(tokenizer, ASKED, stop_tokens=(tokenizer.eos_token_id,))
+    again = asked.answered([tokenizer.eos_token_id], ANSWER).continue_with(AGAIN)
+    added = tokenizer.convert_ids_to_tokens(again.tokens[len(asked.tokens) + 1 :])
+    whole = tokenizer.apply_chat_template([*ASKED, ANSWER, *AGAIN], tokenize=False)
+    assert added == tokenizer.tokenize(whole)[-len(added) :]
+
+
+def test_templates_are_told_what_they_cannot_do():
+    for template, told in (
+        (LLAMA3.replace("<|eot_id|>", "."), "it ends no answer with a special token; give a template of your own"),
+        (QWEN3.replace("message.content -}}{%- endif", '"" -}}{%- endif'), "leaves out the text of message 0"),
+    ):
+        tokenizer = make_chat_tokenizer(QWEN3)
+        tokenizer.chat_template = template
+        asked = Dialogue(tokenizer, (tokenizer.eos_token_id,), tuple(ASKED), (5, 6))
+        with pytest.raises(ModelError, match=told):
+            asked.answered([7], ANSWER).continue_with(AGAIN)
+    alternating = dialogue_with("gemma2")
+    with pytest.raises(ModelError, match=r"cannot continue behind an answer.*roles must alternate"):
+        alternating.answered([alternating.stop_tokens[0]], ANSWER).continue_with([*AGAIN, *AGAIN])
+
+
+def test_a_whole_conversation_is_recognised_by_what_it_says():
+    call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"}
+    dialogue = dialogue_with("qwen3").answered([5], said)
+    spelled = {**call, "index": 0, "function": {"name": "add", "arguments": {"b": 2, "a": 1}}}
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "3"}
+    same = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [spelled]}]
+    assert dialogue.new_of([*same, result]) == [result]
+    assert dialogue.new_of(same) == []
+    for other in (
+        [*AGAIN, *same[1:]],
+        same[:1],
+        [*ASKED, {**same[1], "content": "3"}],
+        [*ASKED, {**same[1], "tool_calls": []}],
+    ):
+        assert dialogue.new_of(other) is None

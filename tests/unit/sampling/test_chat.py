@@ -1,0 +1,183 @@
+"""Episodes in messages: what becomes of them in the row, and what is refused."""
+
+import asyncio
+import re
+from typing import Any, cast
+
+import pytest
+from chat_templates import QWEN3, make_chat_tokenizer
+
+from rallypoint.data import Example, Message
+from rallypoint.environments.environment import Prompt
+from rallypoint.errors import EpisodeError
+from rallypoint.generation import Output, SamplingParams
+from rallypoint.sampling.client import EpisodeClient, Terms
+from rallypoint.types import ROOT
+
+TOKENIZER = make_chat_tokenizer(QWEN3)
+STOP = cast("int", TOKENIZER.eos_token_id)
+ASKED = (Message("system", "Be brief."), Message("user", "2+2?"))
+START = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def encoded(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+class Answers:
+    """A mailbox that answers with texts; one that does not end with the stop token was cut."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = list(texts)
+
+    async def sample(self, request, rank):
+        tokens = encoded(self._texts.pop(0))
+        reason = "stop" if tokens[-1] == STOP else "length"
+        zeros = (0.0,) * len(tokens)
+        numbers = {"logprobs": zeros, "sampled_logprobs": zeros, "version": 0}
+        return [Output(request_id=0, tokens=tokens, finish_reason=reason, **numbers)]
+
+
+def rollout(episode, *answers: str, max_tokens: int = 500) -> Any:
+    """Return what becomes of an episode: a trajectory or a failure."""
+    example = Example("rows.jsonl:3", "rows", ASKED, "", "4", {})
+    terms = Terms(cast("Any", Answers(*answers)), TOKENIZER, max_tokens)
+    params = SamplingParams(max_new_tokens=100, stop_tokens=(STOP,))
+    client = EpisodeClient(terms, params, (0, Prompt(encoded(START), example)), 0, rank=0)
+    return asyncio.run(client.rollout(episode))
+
+
+def row_of(trajectory) -> str:
+    return TOKENIZER.decode([token for turn in trajectory.turns for token in (*turn.prompt, *turn.response)])
+
+
+async def says_what_is_new(client, example):
+    first = await client.chat()
+    assert first == {"role": "assistant", "content": "5", "reasoning": "hm"}
+    second = await client.chat([{"role": "user", "content": "No."}])
+    assert second == {"role": "assistant", "content": "4"}
+    return 1.0
+
+
+async def says_all_again(client, example):
+    messages = [{"role": one.role, "content": one.content} for one in example.prompt]
+    for said in ("No.", None):
+        messages.append(await client.chat(messages))
+        if said:
+            messages.append({"role": "user", "content": said})
+    return 1.0
+
+
+async def forgets_reasoning(client, example):
+    messages = list(example.prompt)
+    answer = await client.chat(messages)
+    await client.chat([*messages, {"role": "assistant", "content": answer["content"]}, Message("user", "No.")])
+    return 1.0
+
+
+@pytest.mark.parametrize("episode", [says_what_is_new, says_all_again, forgets_reasoning])
+def test_new_messages_and_all_of_them_make_the_same_row_of_what_was_sampled(episode):
+    found = rollout(episode, "<think>\nhm\n</think>\n\n5<|im_end|>", "4<|im_end|>")
+    between = "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    assert row_of(found) == f"{START}<think>\nhm\n</think>\n\n5<|im_end|>{between}4<|im_end|>"
+    assert [TOKENIZER.decode(turn.prompt) for turn in found.turns] == [START, between]
+    assert found.rewards == (0.0, 1.0)
+
+
+def test_an_answer_that_was_cut_gets_its_end_as_context():
+    async def episode(client, example):
+        assert (await client.chat())["content"] == "5 or"
+        await client.chat([{"role": "user", "content": "So?"}])
+
+    found = rollout(episode, "5 or", "4<|im_end|>")
+    assert TOKENIZER.decode(found.turns[1].prompt).startswith("<|im_end|>\n<|im_start|>user\nSo?")
+
+
+def test_an_answer_that_was_cut_within_its_reasoning_has_no_text():
+    async def episode(client, example):
+        assert await client.chat() == {"role": "assistant", "content": "", "reasoning": "so many"}
+
+    assert len(rollout(episode, "<think>\nso many").turns) == 1
+
+
+def test_a_conversation_of_its_own_may_take_the_place_of_the_prompt():
+    async def episode(client, example):
+        await client.chat([{"role": "user", "content": f"Q: {example.prompt[1].content}"}])
+
+    assert "Be brief" not in row_of(rollout(episode, "4<|im_end|>"))
+
+
+def test_a_cut_prompt_stays_cut():
+    async def episode(client, example):
+        await client.chat()
+        await client.chat([{"role": "user", "content": "So?"}])
+        assert client.prompt == encoded(START)
+
+    assert row_of(rollout(episode, "4<|im_end|>", "4<|im_end|>")).startswith(START)
+
+
+USER = {"role": "user", "content": "So?"}
+
+
+def sends(messages):
+    async def episode(client, example):
+        await client.chat()
+        await client.chat(messages)
+        return 1.0
+
+    return episode
+
+
+@pytest.mark.parametrize(
+    ("messages", "second"),
+    [
+        ([*ASKED, {"role": "assistant", "content": "5"}, USER], "2+2?.*5.*So"),
+        ([{"role": "system", "content": "Be long."}, USER], "Be long.*So"),
+    ],
+)
+def test_another_history_begins_another_row_in_which_nothing_is_trained_twice(messages, second):
+    found = rollout(sends(messages), "4<|im_end|>", "6<|im_end|>")
+    first, last = found.turns
+    assert last.parent == ROOT
+    assert re.search(second.replace("+", r"\+").replace("?", r"\?"), TOKENIZER.decode(last.prompt), re.DOTALL)
+    assert [TOKENIZER.decode(turn.response) for turn in (first, last)] == ["4<|im_end|>", "6<|im_end|>"]
+
+
+def test_an_agent_that_goes_back_continues_from_there():
+    async def episode(client, example):
+        messages = [*ASKED, await client.chat(ASKED)]
+        await client.chat([*messages, Message("user", "No.")])
+        await client.chat([*messages, Message("user", "Sure?")])
+        return 1.0
+
+    found = rollout(episode, "5<|im_end|>", "4<|im_end|>", "5!<|im_end|>")
+    assert [turn.parent for turn in found.turns] == [None, None, 0]
+    assert TOKENIZER.decode(found.turns[2].prompt) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "client.chat was given nothing new after the last answer"),
+        ("So?", r"expected a list of messages such as \{.*\}, found text 'So"),
+        (USER, "expected a list of messages such as .*, found"),
+        (["So?"], "expected a list of messages such as .*, found .* as message 0"),
+        ([{"role": "human", "content": "So?"}], "message 0 has the role 'human'; expected one of system,"),
+        ([{"role": "user", "content": None}], r"message 0 \(user\): expected text as 'content', found"),
+    ],
+)
+def test_what_is_no_list_of_messages_is_malformed(messages, told):
+    found = rollout(sends(messages), "4<|im_end|>")
+    assert found.kind == "malformed"
+    assert re.search(told, found.reason), found
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    async def episode(client, example):
+        await client.chat()
+        with pytest.raises(EpisodeError, match="nothing new"):
+            await client.chat([])
+        await client.chat([USER])
+        return 1.0
+
+    assert len(rollout(episode, "5<|im_end|>", "4<|im_end|>").turns) == 2
