@@ -1,5 +1,6 @@
 """Rollouts of several turns: an environment of the user's answers between two responses."""
 
+import asyncio
 import functools
 import json
 from pathlib import Path
@@ -130,3 +131,46 @@ def test_the_example_of_the_docs_trains_from_the_command_line_and_validation_use
         app, ["eval", "runs/run", "rows.jsonl", "--max-prompts", "1", "--reward", "rewards.py:reward"]
     )
     assert "single turns are scored: the run's rollout.episode is not used here" in scored.output
+
+
+async def branches(client, example):
+    """Ask, go on from there twice at the same time, and once more from the first of these; then begin anew."""
+    first = await client.call(client.prompt, max_tokens=3)
+    history = (*client.prompt, *first.response)
+    left, _ = await asyncio.gather(client.call((*history, 12), max_tokens=3), client.call((*history, 13), max_tokens=3))
+    await client.call((*history, 12, *left.response, 14), max_tokens=3)
+    compacted = await client.call((client.prompt[0], 15), max_tokens=3)
+    rewards = [0.0] * 5
+    rewards[-1] = compacted.response.count(compacted.response[0]) / 4
+    rewards[0] = len(set(first.response)) / 4
+    return rewards
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_rollout_of_several_sequences_is_trained_exactly_and_resumed_to_the_bit(train, recipe):
+    run_with, _ = train
+    settings = {"checkpoint.every_steps": 1, "actor.num_mini_batches": 2}
+    options = {"num_steps": 2, "episode": branches, "reward": None, "config": settings}
+    whole = run_with(recipe, name="whole", **options)
+    steps = [line for line in whole.metrics if "rollout/num_tokens" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["actor/ratio_error"] < 1e-5
+        assert step["rollout/sequences"] == 3.0
+        assert step["rollout/logprob_gap_max"] < 1e-4
+        assert step["actor/num_tokens"] == step["rollout/num_tokens"]
+    rows = whole.rollouts(1)
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [sum(row["sequence_starts"]) for row in rows] == [2] * 4
+    assert all(sum(row["loss_mask"]) <= 15 for row in rows)
+    stopped = run_with(recipe, name="stopped", callbacks=lambda step: step.stop(), **options)
+    again = run_with(
+        stopped,
+        resume=True,
+        num_steps=2,
+        episode=branches,
+        reward=None,
+        **dict.fromkeys(("model", "data", "name", "runs_dir")),
+        config={},
+    )
+    assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(whole.folder))

@@ -193,6 +193,8 @@ def _tokens(row: Row) -> str:
     parts = [f"{len(row['prompt_ids'])} + {sum(sampled)}, {ended}"]
     if turns := sum(not sampled[place - 1] for place in range(1, len(sampled)) if sampled[place]):
         parts.append(f"{turns + 1} turns")
+    if starts := sum(row.get("sequence_starts") or ()):
+        parts.append(f"{starts + 1} sequences")
     if logprobs:
         parts.append(f"perplexity {math.exp(min(-finite_mean(logprobs), 700.0)):.3g}")
     if row["advantages"]:

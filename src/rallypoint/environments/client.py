@@ -63,7 +63,7 @@ class Client(Protocol):
         """Sample a response to tokens; several calls may run at the same time.
 
         A call continues the earlier one whose tokens with its response are the longest exact beginning of these. So
-        calls make a tree, and each of its paths from a root to a leaf is a row.
+        calls make a tree, and each of its paths from a root to a leaf is a sequence.
 
         Args:
             tokens: the whole conversation, with all earlier responses exactly as they were sampled.

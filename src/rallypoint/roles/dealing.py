@@ -22,7 +22,7 @@ BatchT = TypeVar("BatchT", bound=Sequences)
 
 
 def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[BatchT], Tensor]:
-    """Cut a batch into parts of equal cost; a part may be empty.
+    """Cut a batch into parts of equal cost, with a row for each sequence; a part may be empty.
 
     Rows of a prompt stay together where that is cheaper: the prompt is computed once for all rows of a part.
 
@@ -32,8 +32,9 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
         attention_cost: see `row_costs`.
 
     Returns:
-        The parts, and [B] where each row of the batch stands when they are joined.
+        The parts, and where each sequence of the batch stands when they are joined.
     """
+    batch = batch.by_sequence()
     costs = row_costs(batch.lengths.tolist(), attention_cost)
     shared = batch.num_prompt_tokens.tolist()
     dealt = balance_groups(costs, batch.prompt_index.tolist(), shared, num_parts, whole=batch.rows_together > 1)

@@ -127,9 +127,13 @@ class RewardModels(FrozenModel[RewardWorker]):
         return cls(config, await placement.group("reward", RewardWorker))
 
     async def scores(self, batch: Sequences) -> list[Tensor]:
-        """Return what each model says of every row, [B] float32, NaN where it gives that; nothing without a model."""
+        """Return what each model says of every rollout's last sequence: [B] float32; nothing without a model.
+
+        NaN where it gives that.
+        """
         if self._group is None:
             return []
+        batch = batch.bare().last_sequences()
         return [
             by_row(batch, await per_token(self._group, RewardWorker.scores, batch, self._attention_cost, model))
             for model in range(len(self._config.reward.all_models))

@@ -86,7 +86,9 @@ class ServedTeacher:
         Raises:
             TeacherError: it gave no answer in all attempts, or one that is not of these tokens.
         """
-        rows = [batch.tokens[start:stop].tolist() for start, stop in batch.offsets.unfold(0, 2, 1).tolist()]
+        rows = [
+            batch.tokens[start:stop].tolist() for start, stop in batch.by_sequence().offsets.unfold(0, 2, 1).tolist()
+        ]
         work = [functools.partial(self._ask, row, top_k or 0) for row in rows]
         asked = [asyncio.wrap_future(self.threads.submit(one)) for one in work]
         try:

@@ -333,22 +333,25 @@ def shown(batch: Sequences, prompts: Sequence[Sequence[int]]) -> Sequences:
 
     Args:
         batch: B rows.
-        prompts: of each, the tokens that stand before its first trained one.
+        prompts: of each, the tokens that stand before its first trained one; later sequences of a row stay as they are.
     """
     before = [torch.tensor(prompt) for prompt in prompts]
     starts, stops = (batch.offsets[:-1] + batch.num_prompt_tokens).tolist(), batch.offsets[1:].tolist()
     answers = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
     tokens = [part for prompt, at in zip(before, answers, strict=True) for part in (prompt, batch.tokens[at])]
-    masks = [
-        part
-        for prompt, at in zip(before, answers, strict=True)
-        for part in (torch.zeros(len(prompt), dtype=torch.bool), batch.loss_mask[at])
-    ]
     lengths = [len(prompt) + at.stop - at.start for prompt, at in zip(before, answers, strict=True)]
+
+    def behind_prompts(marks: Tensor) -> Tensor:
+        parts = zip(before, answers, strict=True)
+        return torch.cat(
+            [part for prompt, at in parts for part in (torch.zeros(len(prompt), dtype=torch.bool), marks[at])]
+        )
+
     return Sequences(
         offsets=offsets_from_lengths(torch.tensor(lengths)),
         tokens=torch.cat(tokens),
-        loss_mask=torch.cat(masks),
+        loss_mask=behind_prompts(batch.loss_mask),
+        sequence_starts=None if batch.sequence_starts is None else behind_prompts(batch.sequence_starts),
         prompt_index=batch.prompt_index,
         sample_index=batch.sample_index,
     )

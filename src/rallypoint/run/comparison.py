@@ -142,7 +142,8 @@ def digests_of(rollouts: StepRollouts | None, learned: Sequences | None) -> dict
         place = torch.arange(rows.num_tokens) - rows.offsets[:-1][rows.row_of_token]
         is_prompt = place < rows.num_prompt_tokens[rows.row_of_token]
         parts["prompts"] = (rows.prompt_index, rows.tokens[is_prompt])
-        parts["tokens"] = (rows.tokens, rows.loss_mask)
+        starts = () if rows.sequence_starts is None else (rows.sequence_starts,)
+        parts["tokens"] = (rows.tokens, rows.loss_mask, *starts)
     if rollouts is not None:
         parts["logprobs"] = (rollouts.rows.rollout_logprobs,)
         parts["scores"] = (rollouts.scored.batch.token_rewards,)

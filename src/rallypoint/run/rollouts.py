@@ -166,6 +166,7 @@ class StepRollouts:
             "prompt_ids": _lists(rows.tokens, rows, pa.int32(), of_prompt=True),
             "response_ids": _lists(rows.tokens, rows, pa.int32()),
             "loss_mask": _lists(rows.loss_mask, rows, pa.bool_()),
+            "sequence_starts": _lists(rows.sequence_starts, rows, pa.bool_()),
             "rollout_logprobs": _lists(rows.rollout_logprobs, rows, floats),
             "sampled_logprobs": _lists(rows.sampled_logprobs, rows, floats),
             "token_versions": _lists(rows.token_versions, rows, pa.int64()),

@@ -211,7 +211,7 @@ def scores_of(rollout: Trajectory) -> Scores | None:
     if rollout.rewards is None:
         return None
     scores: list[float] = []
-    for number in rollout.in_rows:
+    for number in rollout.as_trained:
         response, reward = rollout.turns[number].response, rollout.rewards[number]
         scores += [*[0.0] * (len(response) - 1), reward] if response else []
     return Scores(tuple(scores), {})

@@ -88,9 +88,11 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
     if batch.sampled_logprobs is not None:
         gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
         narrowed["rollout/narrowing"] = Mean(float(gain.double().sum()), num_tokens)
+    branching = {} if batch.sequence_starts is None else {"rollout/sequences": _mean_of(batch.num_sequences)}
     return Metrics(
         {
             **narrowed,
+            **branching,
             "reward/mean": Mean(float(scores.sum()), len(scores)),
             "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
             "rollout/failed": Sum(num_failed),
@@ -123,6 +125,10 @@ def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:
     means = {f"reward/mean/{name}": Mean(float(scores[at].sum()), len(at)) for name, at in rows.items()}
     counts = {f"rollout/num_prompts/{name}": Sum(len(prompts[at].unique())) for name, at in rows.items()}
     return Metrics({**means, **counts})
+
+
+def _mean_of(counts: torch.Tensor) -> Mean:
+    return Mean(float(counts.sum()), len(counts))
 
 
 def _response_lengths(batch: RolloutBatch) -> torch.Tensor:

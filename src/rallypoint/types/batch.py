@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,28 @@ class Prompts(Carrier):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences(Carrier):
-    """Token ids of prompt and response, and which of them the policy sampled."""
+    """Token ids of prompt and response, and which of them the policy sampled.
+
+    A rollout of an agent may be several sequences: its history was rewritten, or it went on from an earlier point. Then
+    they stand one after another in one row of the carrier, so that whatever is done by row is done by rollout: scores,
+    baselines, returns, weights, masks. Only a forward pass takes them apart.
+
+    Two rollouts, of which the first is the sequences 5 6 7 and 5 8:
+
+    >>> batch = Sequences(
+    ...     offsets=torch.tensor([0, 5, 7]),
+    ...     tokens=torch.tensor([5, 6, 7, 5, 8, 5, 9]),
+    ...     loss_mask=torch.tensor([False, True, True, False, True, False, True]),
+    ...     sequence_starts=torch.tensor([False, False, False, True, False, False, False]),
+    ...     prompt_index=torch.tensor([3, 3]),
+    ...     sample_index=torch.tensor([0, 1]),
+    ... )
+    >>> apart = batch.by_sequence()
+    >>> apart.offsets.tolist(), apart.sample_index.tolist()
+    ([0, 3, 5, 7], [0, 0, 1])
+    >>> batch.last_sequences().tokens.tolist()
+    [5, 8, 5, 9]
+    """
 
     tokens: Tensor = per_token()
     """[T] int64."""
@@ -52,6 +73,33 @@ class Sequences(Carrier):
     """[B] int64: the prompt's index in the run; rows with the same index are a group."""
     sample_index: Tensor = per_row()
     """[B] int64: which of the G rollouts of that prompt."""
+    sequence_starts: Tensor | None = per_token(optional=True, fill=True)
+    """[T] bool: True at the first token of each sequence of a row but its first; None if each row is one sequence."""
+
+    @property
+    def num_sequences(self) -> Tensor:
+        """[B] int64: sequences of each row."""
+        ones = torch.ones(len(self), dtype=torch.int64)
+        if self.sequence_starts is None:
+            return ones
+        return ones.index_add_(0, self.row_of_token, self.sequence_starts.long())
+
+    def by_sequence(self) -> Self:
+        """Return a row for each sequence; all tokens stay where they are."""
+        if self.sequence_starts is None:
+            return self
+        times = self.num_sequences
+        offsets = torch.cat([self.offsets, self.sequence_starts.nonzero().flatten()]).sort().values
+        repeated = {
+            name: value.repeat_interleave(times, 0)
+            for name, axis in self._field_axes()
+            if axis == "B" and (value := cast("Tensor | None", getattr(self, name))) is not None
+        }
+        return dataclasses.replace(self, offsets=offsets, sequence_starts=None, **cast("dict[str, Any]", repeated))
+
+    def last_sequences(self) -> Self:
+        """Return the last sequence of each row."""
+        return self.by_sequence().rows(self.num_sequences.cumsum(0) - 1)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -114,7 +162,7 @@ class RolloutBatch(Sequences):
     versions: Tensor = per_row()
     """[B] int64: optimizer steps completed when the oldest weights that sampled a token of this row were made."""
     truncated: Tensor = per_row()
-    """[B] bool: True if the row ended at the length limit and not by itself."""
+    """[B] bool: True if the rollout ended at the length limit and not by itself."""
     sampled_logprobs: Tensor | None = per_token(optional=True)
     """[T] float32: logprobs under the distribution sampled from, after top-k, top-p, min-p and penalty; None if nothing
     narrowed it, so that they equal `rollout_logprobs`."""

@@ -46,9 +46,12 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 CarrierT = TypeVar("CarrierT", bound="Carrier")
 
 
-def per_token(*, optional: bool = False, columns: bool = False) -> Any:
-    """Declare a dataclass field of shape [T], or [T, columns], aligned with the tokens; None if it is left out."""
-    metadata = {"axis": "T", "columns": columns}
+def per_token(*, optional: bool = False, columns: bool = False, fill: bool = False) -> Any:
+    """Declare a dataclass field of shape [T], or [T, columns], aligned with the tokens; None if it is left out.
+
+    Where it is to be filled, a part that has none is joined to others as zeros.
+    """
+    metadata = {"axis": "T", "columns": columns, "fill": fill}
     return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
 
 
@@ -115,6 +118,11 @@ class Carrier:
     def _columns(cls) -> frozenset[str]:
         return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("columns"))
 
+    @classmethod
+    @functools.cache
+    def _filled(cls) -> frozenset[str]:
+        return frozenset(f.name for f in dataclasses.fields(cls) if f.metadata.get("fill"))
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -176,6 +184,9 @@ class Carrier:
         for name, _ in cls._field_axes():
             values = [cast("Tensor | None", getattr(part, name)) for part in parts]
             present = [value for value in values if value is not None]
+            if present and name in cls._filled():
+                parts_of = zip(parts, values, strict=True)
+                present = [present[0].new_zeros(part.num_tokens) if x is None else x for part, x in parts_of]
             joined[name] = torch.cat(present) if present else None
         return dataclasses.replace(parts[0], **joined)
 

@@ -11,15 +11,15 @@ A worked example: the prompt 5 6 was answered with 7, the environment added 8 9,
 [0.0, 0.0, -1.0, 0.0, 0.0, -2.0]
 
 A rollout is a tree: a turn continues the one before it, another earlier one, or none. Each path from a root to a leaf
-is a row, and a response is trained in the first row that has it. Here the agent went on from its first turn once more:
+is a sequence, and a response is trained in the first one that has it. Here the agent goes on from its first turn twice:
 
 >>> again = dataclasses.replace(last, prompt=(8, 1), parent=0)
 >>> branched = Trajectory(turns=(turn, last, again))
->>> branched.rows
+>>> branched.sequences
 ((0, 1), (0, 2))
 >>> batch = assemble([branched], prompt_index=11, sample_index=[0], is_narrowed=False)
->>> batch.tokens.tolist(), batch.loss_mask.int().tolist(), batch.sample_index.tolist()
-([5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 1, 4], [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1], [0, 0])
+>>> batch.tokens.tolist(), batch.loss_mask.int().tolist(), batch.by_sequence().offsets.tolist()
+([5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 1, 4], [0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 1], [0, 6, 12])
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Limit: TypeAlias = Literal["turn", "row", "engine"]
 """Limit of the turn (`max_tokens`, or `rollout.max_response_tokens`), of the row, which all turns share, or of the
 engine, which is shorter than both."""
 ROOT = -1
-"""Parent of a turn that continues none: it begins a row of its own."""
+"""Parent of a turn that continues none: it begins a sequence of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +76,18 @@ class Trajectory:
     """What else the episode counted, by name."""
 
     @property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the turns of each row, from a root to a leaf; rows in the order of their leaves.
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the turns of each sequence, from a root to a leaf; sequences in the order of their leaves.
 
-        So the last row ends with the last turn.
+        So the last one ends with the last turn.
         """
         parents = [number - 1 if turn.parent is None else turn.parent for number, turn in enumerate(self.turns)]
         return tuple(_path(leaf, parents) for leaf in sorted({*range(len(parents))} - {*parents}))
 
     @property
-    def in_rows(self) -> tuple[int, ...]:
-        """The number of every turn once, where it is trained: row after row, each without what a row before it has."""
-        return tuple(dict.fromkeys(chain.from_iterable(self.rows)))
+    def as_trained(self) -> tuple[int, ...]:
+        """The number of every turn once, where it is trained: in the first sequence that has it."""
+        return tuple(dict.fromkeys(chain.from_iterable(self.sequences)))
 
 
 def _path(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
@@ -107,8 +107,6 @@ def assemble(
 ) -> RolloutBatch:
     """Return rollouts of one prompt as ragged rows; `loss_mask` is True for what the policy sampled, once a rollout.
 
-    The rows of a rollout are neighbours, with the same `sample_index`.
-
     Args:
         trajectories: the rollouts.
         prompt_index: index of the prompt in the run.
@@ -116,45 +114,49 @@ def assemble(
         is_narrowed: whether tokens of all of them were drawn from another distribution than the model's own.
         by_token: whether to keep the version of each token.
     """
-    rows: list[list[Turn]] = []
-    places: list[tuple[Turn, bool]] = []  # of every turn of every row, and whether it is trained there
-    samples: list[int] = []
-    truncated: list[bool] = []
-    for trajectory, sample in zip(trajectories, sample_index, strict=True):
+    places: list[tuple[Turn, bool, bool]] = []  # turns of sequences: trained there; first of a sequence, not of a row
+    for trajectory in trajectories:
         trained: set[int] = set()
-        for path in trajectory.rows:
-            rows.append([trajectory.turns[number] for number in path])
-            places += [(trajectory.turns[number], number not in trained) for number in path]
+        for path in trajectory.sequences:
+            is_further = bool(trained)
+            places += [(trajectory.turns[n], n not in trained, is_further and n == path[0]) for n in path]
             trained.update(path)
-            samples.append(sample)
-            truncated.append(trajectory.turns[-1].truncated)
     tokens: list[int] = []
     is_trained: list[bool] = []
-    for turn, is_new in places:
+    starts: list[int] = []
+    for turn, is_new, is_start in places:
+        starts += [len(tokens)] if is_start else []
         tokens += turn.prompt + turn.response
         is_trained += [False] * len(turn.prompt) + [is_new] * len(turn.response)
 
     def aligned(values: Callable[[Turn], Sequence[float]], dtype: type = np.float32) -> torch.Tensor:
         found: list[float] = []
-        for turn, is_new in places:
+        for turn, is_new, _ in places:
             found += (0,) * len(turn.prompt)
             found += values(turn) if is_new else (0,) * len(turn.response)
         return _tensor(found, dtype)
 
-    is_narrowed = is_narrowed or any(turn.sampled_logprobs != turn.logprobs for turn, _ in places)  # as a turn asked
-    num_tokens = [sum(len(turn.prompt) + len(turn.response) for turn in row) for row in rows]
+    is_narrowed = is_narrowed or any(turn.sampled_logprobs != turn.logprobs for turn, _, _ in places)  # as a turn asked
+    mask = _tensor(is_trained, np.bool_)
     return RolloutBatch(
-        offsets=_tensor(list(accumulate(num_tokens, initial=0)), np.int64),
+        offsets=_tensor(list(accumulate(map(_length, trajectories), initial=0)), np.int64),
         tokens=_tensor(tokens, np.int64),
-        loss_mask=_tensor(is_trained, np.bool_),
+        loss_mask=mask,
+        sequence_starts=torch.zeros_like(mask).index_fill_(0, torch.tensor(starts), True) if starts else None,
         rollout_logprobs=aligned(lambda turn: turn.logprobs),
         sampled_logprobs=aligned(lambda turn: turn.sampled_logprobs) if is_narrowed else None,
-        prompt_index=_tensor([prompt_index] * len(rows), np.int64),
-        sample_index=_tensor(samples, np.int64),
-        versions=_tensor([min(turn.version for turn in row) for row in rows], np.int64),
+        prompt_index=_tensor([prompt_index] * len(trajectories), np.int64),
+        sample_index=_tensor(sample_index, np.int64),
+        versions=_tensor([min(turn.version for turn in one.turns) for one in trajectories], np.int64),
         token_versions=aligned(_versions, np.int64) if by_token else None,
-        truncated=_tensor(truncated, np.bool_),
+        truncated=_tensor([one.turns[-1].truncated for one in trajectories], np.bool_),
     )
+
+
+def _length(trajectory: Trajectory) -> int:
+    """Return the number of tokens of all sequences."""
+    turns = (trajectory.turns[number] for number in chain.from_iterable(trajectory.sequences))
+    return sum(len(turn.prompt) + len(turn.response) for turn in turns)
 
 
 def _versions(turn: Turn) -> list[int]:

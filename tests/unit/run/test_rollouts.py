@@ -101,6 +101,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "prompt_ids": [5, 6],
         "response_ids": [7, 2],
         "loss_mask": [True, True],
+        "sequence_starts": None,
         "rollout_logprobs": [-0.5, -0.25],
         "sampled_logprobs": None,
         "token_versions": None,

@@ -60,11 +60,11 @@ def test_every_call_continues_the_longest_beginning_and_every_sampled_token_is_t
     assert {whole(kept.turns, n) for n in range(len(kept.turns))} <= set(wholes)
     batch = assemble([kept], prompt_index=0, sample_index=[3], is_narrowed=False)
     assert batch.tokens.tolist() == [
-        t for path in kept.rows for n in path for t in (*kept.turns[n].prompt, *kept.turns[n].response)
+        t for path in kept.sequences for n in path for t in (*kept.turns[n].prompt, *kept.turns[n].response)
     ]
     assert batch.num_loss_tokens == sum(len(turn.response) for turn in kept.turns)
-    trained = [token for row in batch.responses() for token in row]
-    assert trained == [token for number in kept.in_rows for token in kept.turns[number].response]
+    trained = [token for row in batch.by_sequence().responses() for token in row]
+    assert trained == [token for number in kept.as_trained for token in kept.turns[number].response]
     assert batch.rollout_logprobs.tolist() == [
         -float(t) if m else 0.0 for t, m in zip(batch.tokens, batch.loss_mask, strict=True)
     ]
@@ -74,14 +74,14 @@ def test_every_call_continues_the_longest_beginning_and_every_sampled_token_is_t
 def test_a_linear_rollout_has_no_parents_and_one_row():
     calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]), ((5, 6, 7, 8, 4), []), ((5, 6, 7, 8, 4), [9]))
     assert tree_of(calls.kept()) == [((5, 6), (7,), None), ((8,), (4,), None), ((), (), None), ((), (9,), None)]
-    assert Trajectory(turns=calls.kept()).rows == ((0, 1, 2, 3),)
+    assert Trajectory(turns=calls.kept()).sequences == ((0, 1, 2, 3),)
 
 
 def test_what_an_agent_has_compacted_is_a_row_of_its_own():
     calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]), ((5, 1), [3]), ((5, 1, 3, 8), [2]))
     found = Trajectory(turns=calls.kept())
     assert tree_of(found.turns)[2:] == [((5, 1), (3,), ROOT), ((8,), (2,), None)]
-    assert found.rows == ((0, 1), (2, 3))
+    assert found.sequences == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize("continued", [0, 1])

@@ -538,7 +538,7 @@ def test_calls_run_at_the_same_time_and_a_turn_of_sample_does_not():
         return [0.0, 0.0, 0.0, 1.0]
 
     found = have(parallel, mailbox=mailbox)
-    assert sorted(map(len, found.rows)) == [1, 2, 2]
+    assert sorted(map(len, found.sequences)) == [1, 2, 2]
     assert [request.tokens for request in mailbox.asked] == [(5, 6), (5, 6, 2, 8), (5, 6, 2, 9), (1,)]
     assert len({request.params.seed for request in mailbox.asked}) == 4
     assert mailbox.asked[0].params.seed == 0
@@ -562,7 +562,7 @@ def test_turns_of_sample_keep_their_random_numbers_and_calls_beside_them_have_ot
     assert [request.params.seed for request in mailbox.asked[:2]] == [0, 2**33]
     assert all(request.params.seed >= 2**62 for request in mailbox.asked[2:])
     assert [request.tokens for request in mailbox.asked][2:] == [(5, 6, 2, 9), (5, 6, 2, 8, 4, 3)]
-    assert found.rows == ((0, 2), (0, 1, 3))
+    assert found.sequences == ((0, 2), (0, 1, 3))
 
 
 def test_a_call_may_have_a_temperature_and_needs_ids_and_an_episode_that_goes_on():

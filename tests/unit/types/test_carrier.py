@@ -30,7 +30,7 @@ def make(kind, lengths, *, reference=True):
     for number, field in enumerate(f for f in dataclasses.fields(kind) if "axis" in f.metadata):
         size = int(offsets[-1]) if field.metadata["axis"] == "T" else len(lengths)
         values = torch.arange(size) + 1000 * number
-        if field.name in ("loss_mask", "truncated"):
+        if field.name in ("loss_mask", "truncated", "sequence_starts"):
             values = values % 3 == 1
         elif field.name not in ("tokens", "prompt_index", "sample_index", "versions"):
             values = values.float()
@@ -206,3 +206,29 @@ def test_padding_puts_zeros_behind_every_row_and_changes_nothing_else(carrier, m
 def test_a_row_cannot_be_padded_to_less_than_its_length():
     with pytest.raises(ValueError, match="4 tokens cannot be padded to 3"):
         make(Prompts, [2, 4]).padded(3)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_sequences_of_rows_are_taken_apart_and_every_token_stays_where_it_is(lengths, data):
+    batch = make(RolloutBatch, lengths)
+    cut = torch.tensor(data.draw(st.lists(st.booleans(), min_size=batch.num_tokens, max_size=batch.num_tokens)))
+    cut[batch.offsets[:-1]] = False
+    batch = dataclasses.replace(batch, sequence_starts=cut)
+    apart = batch.by_sequence()
+    assert apart.sequence_starts is None
+    assert apart.offsets.tolist() == sorted([*batch.offsets.tolist(), *cut.nonzero().flatten().tolist()])
+    assert torch.equal(apart.sample_index[apart.row_of_token], batch.sample_index[batch.row_of_token])
+    assert torch.equal(apart.tokens, batch.tokens)
+    assert torch.equal(torch.bincount(apart.sample_index % 1000, minlength=len(batch)), batch.num_sequences)
+    last = batch.last_sequences()
+    assert torch.equal(last.sample_index, batch.sample_index)
+    assert torch.equal(last.tokens[last.offsets[1:] - 1], batch.tokens[batch.offsets[1:] - 1])
+
+
+def test_a_part_without_further_sequences_joins_one_with_some_in_any_order():
+    plain = dataclasses.replace(make(Sequences, [2, 1]), sequence_starts=None)
+    cut = dataclasses.replace(plain, sequence_starts=torch.tensor([False, True, False]))
+    assert Sequences.join([plain, cut]).sequence_starts.tolist() == [False] * 4 + [True, False]
+    assert Sequences.join([cut, plain]).sequence_starts.tolist() == [False, True] + [False] * 4
+    assert Sequences.join([plain, plain]).sequence_starts is None
+    assert plain.by_sequence() is plain
