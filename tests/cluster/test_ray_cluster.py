@@ -38,7 +38,7 @@ class Worker:
         return subprocess.Popen(["sleep", "1000"]).pid
 
 def start():
-    return RayCluster.start_local(log_folder=Path(sys.argv[1]), object_store_gib=0.1, dashboard=False, say=print)
+    return RayCluster.start_local(log_folder=Path(sys.argv[1]), object_store_gib=0.1, say=print)
 
 environment = dict(os.environ)
 cluster = start()
@@ -230,7 +230,7 @@ def test_a_thread_that_may_end_before_the_program_cannot_start_a_cluster(tmp_pat
 
     def start() -> None:
         try:
-            RayCluster.start_local(log_folder=tmp_path, object_store_gib=0.1, dashboard=False, say=print)
+            RayCluster.start_local(log_folder=tmp_path, object_store_gib=0.1, say=print)
         except ClusterError as error:
             caught.append(error)
 

@@ -163,7 +163,7 @@ def test_a_run_of_which_most_rollouts_fail_ends_with_advice_and_the_whole_traceb
     with pytest.raises(RewardError, match=raised) as stopped:
         own("own", function)
     said = str(stopped.value)
-    assert "rollouts more than reward.max_failed=0.5 have no score" in said
+    assert "rollouts more failed than rollout.max_failed=0.5 allows" in said
     assert "return 0 for it instead of raising" in said
     assert "Traceback (most recent call last):\n  File " in said
 

@@ -114,8 +114,8 @@ def test_a_ctrl_c_gives_hanging_rewards_some_seconds_and_the_abandoned_step_is_r
 
 
 def test_a_run_is_resumed_at_once_though_a_reward_function_forked_before_it_was_killed(runs, begun):
-    function = f"reward={{function: '{begun.parent}/rewards.py:forks_and_exits', max_failed: 0.9}}"
-    process = runs.start("train", "digits", *runs.overrides("killed", *INLINE, function))
+    failing = (f"reward.function={begun.parent}/rewards.py:forks_and_exits", "rollout.max_failed=0.9")
+    process = runs.start("train", "digits", *runs.overrides("killed", *INLINE, *failing))
     wait_until(has_begun(begun), process)
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -28,9 +28,7 @@ def lasting_ray(request: pytest.FixtureRequest) -> LastingCluster:
     if _CLUSTER not in stash:
         logs = request.getfixturevalue("tmp_path_factory").mktemp("ray")
         with forked_workers():
-            stash[_CLUSTER] = LastingCluster.start_local(
-                log_folder=logs, object_store_gib=1.2, dashboard=False, say=print
-            )
+            stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, say=print)
     return stash[_CLUSTER]
 
 

@@ -43,7 +43,6 @@ def open_runtime(
     address: str | None = None,
     namespace: str = "rallypoint",
     object_store_gib: float = 0.5,
-    dashboard: bool = False,
     placement_timeout_s: float = 300.0,
     silence_s: float = 60.0,
     preload: Sequence[str] = (),
@@ -57,7 +56,6 @@ def open_runtime(
         address: of a running Ray cluster to join, "auto" or "host:port"; None starts one on this machine.
         namespace: of our named Ray actors; two runs on one cluster need two.
         object_store_gib: shared memory for data between processes, of a cluster that is started.
-        dashboard: whether Ray's dashboard is started, on loopback.
         placement_timeout_s: how long a pool may wait for its place.
         silence_s: how long a process may give no sign of life during a call, and Ray no answer.
         preload: modules that every process imports as soon as it has started.
@@ -78,7 +76,7 @@ def open_runtime(
         ) from None
     if address is None:
         cluster = RayCluster.start_local(
-            log_folder=log_folder, object_store_gib=object_store_gib, dashboard=dashboard, say=say, silence_s=silence_s
+            log_folder=log_folder, object_store_gib=object_store_gib, say=say, silence_s=silence_s
         )
     else:
         cluster = RayCluster.join(address, namespace=namespace, say=say, silence_s=silence_s)

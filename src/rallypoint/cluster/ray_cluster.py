@@ -108,9 +108,7 @@ class RayCluster:
         return self._own is not None
 
     @classmethod
-    def start_local(
-        cls, *, log_folder: Path, object_store_gib: float, dashboard: bool, say: Say, silence_s: float = 60.0
-    ) -> Self:
+    def start_local(cls, *, log_folder: Path, object_store_gib: float, say: Say, silence_s: float = 60.0) -> Self:
         """Start a cluster on this machine that nobody else can use, and that ends with this process, however it ends.
 
         Call it from the main thread: Linux ends Ray's processes together with the thread that started them.
@@ -118,7 +116,6 @@ class RayCluster:
         Args:
             log_folder: receives Ray's own logs, below `ray/`.
             object_store_gib: shared memory for data between processes.
-            dashboard: whether Ray's dashboard is started; its address is said.
             say: called, from any thread, with one line about everything that a user should know.
             silence_s: how long Ray may leave a question unanswered.
 
@@ -135,7 +132,7 @@ class RayCluster:
                     address="local",
                     namespace=own.name,
                     num_cpus=num_cores(),
-                    include_dashboard=dashboard,
+                    include_dashboard=False,
                     object_store_memory=int(object_store_gib * 2**30),
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -145,10 +142,7 @@ class RayCluster:
         except Exception as error:
             ray.shutdown()
             own.end()
-            remedy = "; the dashboard needs pip install 'ray[default]'" if dashboard else ""
-            raise ClusterError(f"Ray did not start: {error} (its logs: {own.logs}){remedy}") from error
-        if dashboard:
-            say(f"Ray's dashboard: http://{context.dashboard_url}, token in {own.token}")
+            raise ClusterError(f"Ray did not start: {error} (its logs: {own.logs})") from error
         return cls(
             address=context.address_info["gcs_address"], namespace=own.name, own=own, silence_s=silence_s, say=say
         )

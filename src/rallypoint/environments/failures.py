@@ -70,15 +70,11 @@ class RewardFailure:
         return f"{self.name}, sample {self.sample_index}: {self.reason}"
 
 
-Failures: TypeAlias = Sequence[RewardFailure] | Sequence[RolloutFailure]
+Failures: TypeAlias = Sequence[RewardFailure | RolloutFailure]
 
 
-class TooManyFailuresError(RewardError):
-    """More rollouts have no score than `reward.max_failed` allows."""
-
-
-class TooManyFailedError(GenerationError):
-    """More rollouts failed than `rollout.max_failed` allows."""
+class TooManyFailuresError(RewardError, GenerationError):
+    """More rollouts failed, or have no score, than `rollout.max_failed` allows."""
 
 
 def most_failures(max_failed: float, num_rows: int) -> int:
@@ -86,34 +82,30 @@ def most_failures(max_failed: float, num_rows: int) -> int:
     return math.floor(max_failed * num_rows + 1e-9)
 
 
-def check_failures(failures: Sequence[RewardFailure], num_rows: int, max_failed: float) -> None:
-    """Refuse a step of which too many rows have no score.
+def check_failures(failures: Failures, num_rows: int, max_failed: float) -> None:
+    """Refuse a step of which too many rollouts failed or have no score, or of which all failed.
 
     Raises:
         TooManyFailuresError: more than may.
     """
-    if len(failures) > most_failures(max_failed, num_rows):
-        raise TooManyFailuresError(
-            f"of {num_rows} rollouts more than reward.max_failed={max_failed:g} have no score, so the rest says little "
-            "of the policy. Mend what is said below. A response that the function cannot read is usually a wrong one: "
-            "return 0 for it instead of raising. If so many failures are right, raise reward.max_failed.\n"
-            f"{describe_failures(failures)}"
+    failed, unscored = (
+        [each for each in failures if isinstance(each, kind)] for kind in (RolloutFailure, RewardFailure)
+    )
+    if len(failures) <= most_failures(max_failed, num_rows) and len(failed) < max(1, num_rows):
+        return
+    advice = "Mend what is said below."
+    if failed:
+        advice += " An episode in which the policy did badly returns a low reward instead of raising."
+    if unscored:
+        advice += (
+            " A response that the reward function cannot read is usually a wrong one: return 0 for it instead of "
+            "raising."
         )
-
-
-def check_failed(failures: Sequence[RolloutFailure], num_rows: int, max_failed: float) -> None:
-    """Refuse a step of which too many rollouts failed, or all.
-
-    Raises:
-        TooManyFailedError: more than may.
-    """
-    if len(failures) > min(most_failures(max_failed, num_rows), num_rows - 1):
-        raise TooManyFailedError(
-            f"of {num_rows} rollouts more failed than rollout.max_failed={max_failed:g} allows, or all, so the rest "
-            "says little of the policy. Mend what is said below. An episode in which the policy did badly returns a "
-            "low reward instead of raising. If so many failures are right, raise rollout.max_failed.\n"
-            f"{describe_failures(failures)}"
-        )
+    raise TooManyFailuresError(
+        f"of {num_rows} rollouts more failed than rollout.max_failed={max_failed:g} allows, or all, so the rest says "
+        f"little of the policy. {advice} If so many failures are right, raise rollout.max_failed.\n"
+        + "\n".join(describe_failures(kind) for kind in (failed, unscored) if kind)
+    )
 
 
 def count_failures(failures: Failures) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import Advantage, has_signal
 from rallypoint.data.dataset import Example
-from rallypoint.environments.failures import RewardFailure, check_failures, most_failures
+from rallypoint.environments.failures import RewardFailure, RolloutFailure, check_failures, most_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import (
     FAILURE_KINDS,
@@ -130,7 +130,7 @@ class Scoring:
             grader: asks the function, once a row.
             decode: gives the texts of responses, without special tokens.
             token_texts: gives the text of each token of a response, also of special ones.
-            num_rows: rows of all groups that will come.
+            num_rows: rollouts of all groups that will come.
             max_failed: share of them that may fail.
             has_models: whether reward models score them, too, so that a row needs no function that applies.
             warn: given a sentence for every `warn_after_s` that one call takes, from the thread of `run`.
@@ -146,11 +146,11 @@ class Scoring:
         self._held: list[tuple[int, dict[int, RewardCall]]] = []
         self._calls: dict[Future[Outcome], tuple[int, int]] = {}
         self._is_complete = False
+        self._failed: list[RolloutFailure] = []
         self._num_failures = 0
 
-    def add(
-        self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None] = ()
-    ) -> None:
+    def add(self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None] = (),
+            failed: Sequence[RolloutFailure] = ()) -> None:  # fmt: skip
         """Have a group scored.
 
         Args:
@@ -158,9 +158,11 @@ class Scoring:
             rows: its rollouts.
             examples: the example of each row.
             own: scores of rows that need no function, None of others; empty if all need it.
+            failed: rollouts of the group that are no rows; they count as failures.
         """
         if len(rows) != len(examples):
             raise ValueError(f"{len(rows)} rollouts and {len(examples)} examples: one each is needed")
+        self._failed += failed
         self._events.put(lambda: self._begin(index, rows, examples, own or [None] * len(rows)))
 
     def finish(self) -> None:
@@ -175,7 +177,7 @@ class Scoring:
         """Return what became of every row, by group in the order of their indices.
 
         Raises:
-            TooManyFailuresError: more rows failed than may; the rest was not scored.
+            TooManyFailuresError: more rollouts failed than may; the rest was not scored.
             RewardError: the user's file could not be imported.
         """
         self._grader.load()
@@ -184,13 +186,13 @@ class Scoring:
                 pause_s = self._grader.complain(self._warn, self._warn_after_s)
                 with contextlib.suppress(Empty):
                     self._events.get(timeout=pause_s)()
-                if self._num_failures > most_failures(self._max_failed, self._num_rows):
+                if self._num_failures + len(self._failed) > most_failures(self._max_failed, self._num_rows):
                     break
         finally:
             self._abandon()
         groups = [self._groups[index] for index in sorted(self._groups)]
         failures = [failure for failure in _failures_of(groups) if failure.kind in self._failing]
-        check_failures(failures, self._num_rows, self._max_failed)
+        check_failures([*self._failed, *failures], self._num_rows, self._max_failed)
         return groups
 
     def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None]) -> None:
@@ -269,16 +271,12 @@ class ScoredGroup:
         return dataclasses.replace(self, outcomes=outcomes)
 
 
-def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, models: Sequence[ModelScores] = ()) -> Scored:
+def combine(groups: Sequence[ScoredGroup], *, models: Sequence[ModelScores] = ()) -> Scored:
     """Return the rows of all groups that the reward functions, and the reward models, have scored.
 
     Args:
         groups: of a batch, in its order.
-        max_failed: share of the rows that may fail.
         models: what reward models say of all rows.
-
-    Raises:
-        TooManyFailuresError: more rows failed.
     """
     for model in models:
         parts = model.scores.split([len(group.rows) for group in groups])
@@ -287,7 +285,6 @@ def combine(groups: Sequence[ScoredGroup], *, max_failed: float = 1.0, models: S
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     results = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Scores)}
     failures = _failures_of(groups)
-    check_failures(failures, len(batch), max_failed)
     kept = batch.rows(list(results))
     token_rewards = torch.zeros(kept.num_tokens, dtype=torch.float32)
     token_rewards[kept.loss_mask] = _join_scores(list(results.values()))

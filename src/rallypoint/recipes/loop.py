@@ -177,7 +177,6 @@ def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], Non
         address=config.cluster.address,
         namespace=f"rallypoint-{folder.path.name}-{uuid.uuid4().hex[:8]}",
         object_store_gib=config.cluster.object_store_gib,
-        dashboard=config.cluster.dashboard,
         placement_timeout_s=config.cluster.placement_timeout_s,
         silence_s=config.cluster.heartbeat_timeout_s,
         preload=tuple(map(module_of, config.roles)),

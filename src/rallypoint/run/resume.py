@@ -69,7 +69,6 @@ _FREE = (
     "rollout.serve",
     "rollout.weights",
     "reward.num_processes",
-    "reward.max_failed",
     "rollout.max_failed",
     "reward.max_calls",
     "reward.max_memory_gib",

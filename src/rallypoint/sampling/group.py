@@ -22,7 +22,7 @@ from rallypoint.algorithms import Advantage
 from rallypoint.config import RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode, Prompt
-from rallypoint.environments.failures import RolloutFailure, check_failed
+from rallypoint.environments.failures import RolloutFailure, check_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scoring import ScoredGroup, Scoring
 from rallypoint.errors import RallyError
@@ -203,7 +203,7 @@ class InFlight:
             decode=lambda responses: self._tokenizer.batch_decode(responses, skip_special_tokens=True),
             token_texts=self._token_texts,
             num_rows=max(of_step, len(prompts)) * group_size,
-            max_failed=self._config.reward.max_failed,
+            max_failed=self._config.rollout.max_failed,
             has_models=bool(self._config.reward.all_models),
             warn=self._watch.say,
             ended=ended,
@@ -248,7 +248,7 @@ class InFlight:
         for failure in failures:
             self._watch.times.failed(failure, batch.validation)
         batch.failures += failures
-        check_failed(batch.failures, batch.num_rows, self._config.rollout.max_failed)
+        check_failures(batch.failures, batch.num_rows, self._config.rollout.max_failed)
         rows = assemble(
             list(kept.values()),
             prompt_index=index,
@@ -258,7 +258,7 @@ class InFlight:
         )
         times.sampled = self._watch.times.now()
         times.turns = tuple(turns_of(kept))
-        batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())])
+        batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())], failures)
         return Group(rows, tuple(failures), tuple(one.metrics for one in kept.values()))
 
     def hurry(self) -> None:

@@ -26,7 +26,7 @@ from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
 from rallypoint.environments.environment import Episode, Prompt, single_turn
-from rallypoint.environments.failures import check_failed, describe_failures
+from rallypoint.environments.failures import check_failures, describe_failures
 from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
@@ -156,8 +156,8 @@ class RolloutSource:
         """Return B scored rollouts of the next P prompts, fewer if some could not be scored.
 
         Raises:
-            RewardError: more of them than reward.max_failed could not be scored, or none could.
-            GenerationError: more rollouts than rollout.max_failed have failed, or all have.
+            TooManyFailuresError: more of them than rollout.max_failed have failed or could not be scored.
+            RewardError: none could be scored.
             StalenessError: a rollout was sampled from weights that are too old, or no weights were loaded since the
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
@@ -332,17 +332,17 @@ class RolloutSource:
             with span("rollout"):
                 sampled = await self._in_flight.sampled(groups)
                 failures = [failure for group in sampled for failure in group.failures]
-                num_rollouts = len(failures) + sum(len(group.rows) for group in sampled)
-                check_failed(failures, num_rollouts, self._config.rollout.max_failed)
+                num, most = len(failures) + sum(len(each.rows) for each in sampled), self._config.rollout.max_failed
+                check_failures(failures, num, most)
             if failures:
                 self._watch.say(f"left out: {describe_failures(failures)}")
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in sampled])
-                # The whole batch at once, not group by group: the last bits of a score depend on which rows are
-                # computed together, and the reward models may share their processes with the sampler.
+                # The whole batch at once: the last bits of a score depend on which rows are computed together.
                 models = ModelScores.of(await self._rewards.models.scores(rows), self._config.reward)
                 scored_groups = await self._in_flight.scores(groups)
-                scored = combine(scored_groups, max_failed=self._config.reward.max_failed, models=models)
+                scored = combine(scored_groups, models=models)
+                check_failures([*failures, *scored.failures], num, most)
         if scored.failures:
             self._watch.say(describe_failures(scored.failures))
         if not len(scored.batch):

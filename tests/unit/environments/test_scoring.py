@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rallypoint.algorithms import ADVANTAGES
 from rallypoint.data import Example, Message
-from rallypoint.environments.failures import TooManyFailuresError, describe_failures
+from rallypoint.environments.failures import TooManyFailuresError, check_failures, describe_failures
 from rallypoint.environments.grader import Inline, Several
 from rallypoint.environments.outcome import NONE, Failure, Scores
 from rallypoint.environments.reward import Wants, no_function
@@ -69,7 +69,7 @@ def run(batch, examples, texts, reward, max_failed=1.0, models=()):
     scoring = scoring_with(Inline(reward), len(batch), lambda _: texts, max_failed)
     scoring.add(0, batch, examples)
     scoring.finish()
-    return combine(scoring.run(), max_failed=max_failed, models=models)
+    return combine(scoring.run(), models=models)
 
 
 def score(results, response_lengths=None, truncated=None, **options):
@@ -338,7 +338,7 @@ def test_scores_do_not_depend_on_the_order_in_which_groups_and_calls_complete(or
 
 def test_no_further_call_is_waited_for_when_more_have_failed_than_may():
     running, grader = scored_late(["bad 1", "bad 2", "good", "never"], [1, 0], [0, 1], max_failed=0.25)
-    with pytest.raises(TooManyFailuresError, match="of 4 rollouts more than"):
+    with pytest.raises(TooManyFailuresError, match="of 4 rollouts more failed than"):
         running.result()
     assert all(grader.calls[text].cancelled() for text in ("good", "never"))
 
@@ -355,7 +355,7 @@ def test_a_step_in_which_more_fail_than_may_is_refused_with_advice_and_the_whole
     with pytest.raises(TooManyFailuresError) as raised:
         score(results, max_failed=0.49)
     advice, first, second, whose, *trace = str(raised.value).splitlines()
-    assert advice.startswith("of 4 rollouts more than reward.max_failed=0.49 have no score")
+    assert advice.startswith("of 4 rollouts more failed than rollout.max_failed=0.49 allows")
     assert "return 0 for it instead of raising" in advice
     assert first.startswith("2 rollouts have no score (2 raised), the first is train.parquet:0, sample 0: the reward")
     assert second.startswith("  - train.parquet:2, sample 0")
@@ -495,7 +495,9 @@ def score_by(parts, models=(), max_failed=1.0):
     scoring = scoring_with(several, num_rows, lambda ids: [""] * len(ids), max_failed, has_models=bool(models))
     scoring.add(0, make_batch([3] * num_rows), make_examples(num_rows))
     scoring.finish()
-    return combine(scoring.run(), models=models, max_failed=max_failed)
+    scored = combine(scoring.run(), models=models)
+    check_failures(scored.failures, num_rows, max_failed)
+    return scored
 
 
 def test_a_function_that_returns_none_has_no_part_in_the_score_and_no_number_in_any_mean():

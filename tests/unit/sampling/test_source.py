@@ -22,7 +22,7 @@ from rallypoint.config import load_config
 from rallypoint.config.sections.material import OverlongConfig
 from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.environment import single_turn
-from rallypoint.environments.failures import TooManyFailedError, TooManyFailuresError
+from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
 from rallypoint.errors import GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
@@ -107,7 +107,6 @@ def make_source(
     mailbox,
     *,
     grader=FIRST_NUMBER,
-    max_failed=CONFIG.reward.max_failed,
     overlong=None,
     sampling=None,
     advantage=RLOO,
@@ -118,7 +117,7 @@ def make_source(
 ):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
     train = EncodedPrompts(tuple((1, 2 + n) for n in range(16)), tuple(examples), (), ())
-    reward = CONFIG.reward.model_copy(update={"max_failed": max_failed, "overlong": overlong})
+    reward = CONFIG.reward.model_copy(update={"overlong": overlong})
     return RolloutSource(
         CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
         mailbox,
@@ -177,7 +176,7 @@ async def goes_on(prompt, client):
 def test_a_turn_without_room_in_its_row_fails_that_rollout_and_not_the_run():
     async def main():
         mailbox = FakeMailbox()
-        with pytest.raises(TooManyFailedError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
+        with pytest.raises(TooManyFailuresError, match="turn 4 begins with 17 tokens, and a row may have 13; raise"):
             await make_source(mailbox, episode=goes_on).next_batch()
         return [request.params.max_new_tokens for p, s, _, request in mailbox.asked if (p, s) == (0, 0)]
 
@@ -222,7 +221,7 @@ def test_an_error_of_scoring_while_others_are_sampled_is_all_that_is_said():
 
         mailbox.sample = sample
         with pytest.raises(TooManyFailuresError, match="unreadable"):
-            await make_source(mailbox, grader=Inline(unreadable), max_failed=0.0).next_batch()
+            await make_source(mailbox, grader=Inline(unreadable), sampling={"max_failed": 0.0}).next_batch()
         await asyncio.sleep(0.01)
         gc.collect()
 
@@ -290,8 +289,38 @@ def test_episodes_that_fail_in_five_ways_leave_the_batch_of_the_rest_and_are_cou
     (told,) = said
     assert told.startswith("left out: 12 rollouts failed (")
     assert "the episode's traceback for train:" in told
-    with pytest.raises(TooManyFailedError, match=r"of 40 rollouts more failed than rollout.max_failed=0.2"):
+    with pytest.raises(TooManyFailuresError, match=r"of 40 rollouts more failed than rollout.max_failed=0.2"):
         asyncio.run(batch(fails_in_five_ways, max_failed=0.2))
+
+
+def test_failed_episodes_and_failed_rewards_of_a_step_count_together():
+    """Of 40 rollouts the episodes of 12 fail, and the function raises for a fourth of the other 28."""
+
+    async def leaves_all_to_the_function(client, example):
+        found = await fails_in_five_ways(client, example)
+        return None if isinstance(found, dict) else found
+
+    def raises_for_some(solution_str, **row):
+        calls.append(solution_str)
+        if len(calls) % 4 == 0:
+            raise ValueError("unreadable")
+        return 1.0
+
+    async def batch(max_failed):
+        calls.clear()
+        sampling = {"group_size": 10, "turn_timeout_s": 0.3, "max_failed": max_failed}
+        source = make_source(FakeMailbox(), episode=leaves_all_to_the_function, grader=Inline(raises_for_some),
+                             sampling=sampling)  # fmt: skip
+        return await source.next_batch()
+
+    calls = []
+    assert len(asyncio.run(batch(0.475)).batch) == 21
+    with pytest.raises(
+        TooManyFailuresError, match=r"of 40 rollouts more failed than rollout.max_failed=0.45"
+    ) as raised:
+        asyncio.run(batch(0.45))
+    assert "rollouts failed (" in str(raised.value)
+    assert "have no score (" in str(raised.value)
 
 
 async def leaves_half_to_the_function(client, example):

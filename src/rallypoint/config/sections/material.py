@@ -226,9 +226,6 @@ class RewardConfig(Section):
     max_memory_gib: float | None = key(
         None, above=0, unit="GiB", help="Address space of such a process; beyond, memory has run out for it."
     )
-    max_failed: float = key(
-        0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may have no score; with more the run stops."
-    )
     overlong: OverlongConfig | None = section(None, help="Penalty for long responses, in training only.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the reward models run.")
     mesh: MeshConfig | None = section(None, help="How reward models' ranks divide models and rows; null: all axes 1.")

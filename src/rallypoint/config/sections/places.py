@@ -70,4 +70,3 @@ class ClusterConfig(Section):
     object_store_gib: float = key(
         0.5, at_least=0.1, at_most=1024, unit="GiB", help="Shared memory for data between processes."
     )
-    dashboard: bool = key(False, help="Ray's dashboard, on loopback.")

@@ -113,7 +113,10 @@ class RolloutConfig(Section):
         3600.0, above=0, unit="s", help="The same for all turns of an episode together; sampling does not count."
     )
     max_failed: float = key(
-        0.5, at_least=0, at_most=1, help="Share of a step's rollouts that may fail; with more the run stops."
+        0.5,
+        at_least=0,
+        at_most=1,
+        help="Share of a step's rollouts that may fail or lack a score; with more the run stops.",
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
 
