@@ -25,7 +25,7 @@ from transformers import Qwen3ForCausalLM
 from rallypoint.generation import NativeEngine, Request, SamplingParams
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.accelerator.graphs import captures_on
-from rallypoint.models.layers import replace_layers
+from rallypoint.models.layers import allocate_joined, replace_layers
 
 PROMPT_TOKENS = 256
 COLUMNS = {
@@ -62,11 +62,13 @@ def refuse(step: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG001
 
 
 def make_model(name: str, device: torch.device, dtype: str) -> Qwen3ForCausalLM:
-    """Random weights of a shape."""
+    """Random weights of a shape, those with the same input behind one another, as they are loaded."""
     with device:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, dtype)).eval()
     replace_layers(model)
+    for weight, part in allocate_joined(model, device):
+        weight.data = part.copy_(weight.data)
     return model
 
 

@@ -29,7 +29,7 @@ BROAD: dict[str, str] = {
     "engine/training_engine.py:train": "raised again as soon as the other ranks know",
     "extras.py:find_unusable": "a package that does not fit to others raises anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
-    "models/kernels.py:_checked": "whatever Triton or its compiler raise, it is left out",
+    "models/kernels.py:_tried": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ except ImportError:
     triton = None
 
 _LOG = logging.getLogger(__name__)
+
+KernelsT = TypeVar("KernelsT")
 
 LOWEST_LOGIT = -1e30
 """Lower bound of logits: a model can exclude a token (-inf), which must add 0 to the entropy, not NaN."""
@@ -72,7 +75,7 @@ class Kernels:
         num, size = logits.shape
         found = logits.new_empty(3, num, dtype=torch.float32)
         if num:
-            with _launching_on(logits.device):
+            with launching_on(logits.device):
                 self._statistics[num,](
                     *(logits, *found.unbind(0), size, temperature, softcap or 0.0, LOWEST_LOGIT),
                     HAS_CAP=softcap is not None,
@@ -89,7 +92,7 @@ class Kernels:
             return
         of_entropy = rows.of_shares if rows.of_entropy is None else rows.of_entropy
         columns = (column.contiguous() for column in (*rows[:3], of_entropy, rows.targets, rows.of_targets))
-        with _launching_on(logits.device):
+        with launching_on(logits.device):
             self._gradient[num, -(-size // _BLOCK)](
                 *(logits, *columns, rows.targets.shape[1], size, temperature, softcap or 0.0, LOWEST_LOGIT),
                 HAS_ENTROPY=rows.of_entropy is not None,
@@ -104,7 +107,7 @@ class Kernels:
         states = states if states.stride(2) == 1 else states.contiguous()
         out = states.new_empty(states.shape)
         if num:
-            with _launching_on(states.device):
+            with launching_on(states.device):
                 self._rotate[num,](
                     *(out, states, cos.contiguous(), sin.contiguous(), heads, dim, states.stride(0), states.stride(1)),
                     SIGN=-1.0 if backwards else 1.0,
@@ -117,21 +120,46 @@ class Kernels:
 
 def find_kernels(like: Tensor) -> Kernels | None:
     """Return the kernels for states of a type and a device; None if there are none, or they compute something else."""
-    if triton is None or like.device.type != "cuda" or like.dtype not in _DTYPES:
+    if triton is None:
         return None
-    return _checked(like.device, like.dtype)
+    return tried(Kernels, is_right, "heads and rotations", like)
+
+
+def tried(
+    make: Callable[[], KernelsT],
+    is_right: Callable[[KernelsT, torch.device, torch.dtype], bool],
+    what: str,
+    like: Tensor,
+) -> KernelsT | None:
+    """Return kernels that passed their trial in this process, on a device and in a type, or None.
+
+    Args:
+        make: makes the kernels.
+        is_right: their trial.
+        what: they compute, for the log.
+        like: states on that device and of that type.
+    """
+    if like.device.type != "cuda" or like.dtype not in _DTYPES:
+        return None
+    return _tried(make, is_right, what, like.device, like.dtype)
 
 
 @functools.cache
-def _checked(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+def _tried(
+    make: Callable[[], KernelsT],
+    is_right: Callable[[KernelsT, torch.device, torch.dtype], bool],
+    what: str,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KernelsT | None:
     try:
-        kernels = Kernels()
+        kernels = make()
         if is_right(kernels, device, dtype):
             return kernels
         reason = "they compute something else there"
     except Exception as error:  # noqa: BLE001 - of torch, the driver, Triton, and the C compiler that it starts
         reason = f"{type(error).__name__}: {error}"
-    _LOG.warning("our kernels for heads and rotations are not used on %s, updates are slower: %s", device, reason)
+    _LOG.warning("our kernels for %s are not used on %s, which is slower: %s", what, device, reason)
     return None
 
 
@@ -166,7 +194,7 @@ def is_right(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> bool
             total.float(), entropy.float(), of_shares, of_entropy if has_entropy else None, targets, of_targets
         )
         kernels.to_gradient(logits, of, 0.7, softcap)
-        if any(not _is_near(one, other, 1e-4) for one, other in pairs) or not _is_near(logits, expected, exact):
+        if any(not is_near(one, other, 1e-4) for one, other in pairs) or not is_near(logits, expected, exact):
             return False
     states, angles = drawn(5, 3, 24).to(device, dtype), drawn(5, 12).to(device).tile(2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -179,11 +207,12 @@ def is_right(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> bool
     return True
 
 
-def _is_near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def is_near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Say whether numbers differ by at most a part of the largest; NaN never does."""
     return float((found.double() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
 
 
-def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Have Triton launch on a device: it uses the thread's current one, wherever the tensors are."""
     return contextlib.nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
 

@@ -21,6 +21,7 @@ from rallypoint.families import FAMILIES
 from rallypoint.models.attention import Rows
 from rallypoint.models.experts import replace_routers
 from rallypoint.models.kernels import find_kernels
+from rallypoint.models.layer_kernels import find_layer_kernels
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.products import Limits
 
@@ -200,6 +201,11 @@ class _Context(FunctionCtx):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, gate: Tensor, up: Tensor) -> Tensor:
+        kernels = find_layer_kernels(gate)
+        if kernels is not None:
+            ctx.save_for_backward(gate, up)
+            rows = (part.reshape(-1, part.shape[-1]) for part in (gate, up))
+            return kernels.swiglu(*rows).view(gate.shape)
         silu = functional.silu(gate)
         ctx.save_for_backward(gate, up, silu)
         return silu * up
@@ -207,7 +213,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        gate, up, silu = ctx.saved_tensors
+        gate, up, *computed = ctx.saved_tensors  # once: recomputed activations allow no second look
+        if (kernels := find_layer_kernels(gate)) is not None:
+            rows = (part.reshape(-1, part.shape[-1]) for part in (grad, gate, up))
+            of_gate, of_up = kernels.swiglu_gradient(*rows)
+            return of_gate.view(gate.shape), of_up.view(up.shape)
+        (silu,) = computed
         grad_gate = grad * up
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate, silu.mul_(grad)  # nobody else has `silu`

@@ -1,15 +1,14 @@
 """The model as the engine runs it: tokens to last hidden states, and states to logits.
 
-Owns: which models are plain decoders, their arithmetic, and where their weights are. Decoding is so many small
-operations that what stands around the matrix products takes longer than they do. So models of plain families (Llama,
-Qwen) run on arithmetic in about half the operations of their own code, and are compared with that code when an engine
-begins. Whatever is not exactly of transformers' classes runs its own code.
+Owns: which models are plain decoders, their arithmetic, and where their weights are. What stands around the matrix
+products of decoding takes longer than they do. So models of plain families (Llama, Qwen) run in about half the
+operations of their own code, with which they are compared when an engine begins. All others run their own.
 
 TorchScript reads the functions of `Network` (see `rallypoint.cpu.script`), so annotations must be types.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,19 +132,15 @@ def linear(
     bias: Tensor | None = None
     if len(layers.biases) > 0:
         bias = layers.biases[0] if len(layers.biases) == 1 else torch.cat(layers.biases)
-    parts: list[Tensor] = []
     if not is_scripting() and not computes_in_pieces(states.device):
         min_rows = states.shape[0] + 1  # accelerators need no such detour
     if states.dtype == torch.bfloat16 and states.shape[0] >= min_rows and states.shape[1] >= min_width:
-        for weight in layers.weights:
-            parts.append(torch.mm(weight, states.t()))
+        parts = [torch.mm(weight, states.t()) for weight in layers.weights]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
         return out if bias is None else out.add_(bias)
     if len(layers.weights) == 1:
         return functional.linear(states, layers.weights[0], bias)
-    for weight in layers.weights:
-        parts.append(functional.linear(states, weight))
-    out = torch.cat(parts, -1)
+    out = torch.cat([functional.linear(states, weight) for weight in layers.weights], -1)
     return out if bias is None else out.add_(bias)
 
 
@@ -160,12 +155,26 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.mul(wide, length).mul_(weight).to(states.dtype)
 
 
+def by_operators(network: Network, rows: DecoderRows) -> Tensor:
+    """Return the last hidden state of each token: [B, E]."""
+    states, cos, sin = enter(network, rows.tokens, rows.position_ids)
+    for index, layer in enumerate(network.layers):
+        turned, value = before_attention(network, layer, states, cos, sin)
+        attended = rows.attend(index, *turned.tensor_split([network.num_heads], 1), value, network.scaling)
+        states = after_attention(network, layer, states, attended.reshape(len(states), -1))
+    return norm(states, network.norm, network.eps)
+
+
+Arithmetic: TypeAlias = Callable[[Network, DecoderRows], Tensor]
+"""Function of plain decoders: `by_operators`, or one that gives the same."""
+
+
 class Decoder:
     """A model without a cache: through its own code, or by plain arithmetic where it is plain."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, arithmetic: Arithmetic = by_operators) -> None:
         """Take a model whose weights may change, and move, but are parameters of the same modules for good."""
-        self.model = model
+        self.model, self._arithmetic = model, arithmetic
         self._plain: PlainDecoder | None = None
 
     @property
@@ -204,7 +213,7 @@ class Decoder:
             ModelError: see `check_decoder`.
         """
         if self._plain is None and PlainDecoder.fits(self.model):
-            plain = PlainDecoder(self.model)
+            plain = PlainDecoder(self.model, self._arithmetic)
             check_decoder(self.model, plain)
             self._plain = plain
         probe = _Probe(self.model)
@@ -215,9 +224,8 @@ class Decoder:
 
 def run_own_code(model: PreTrainedModel, rows: DecoderRows) -> Tensor:
     """Send tokens through a model by its own code: [B] -> [B, E]."""
-    input_ids = rows.tokens.unsqueeze(0)
-    output = model.base_model(input_ids=input_ids, position_ids=rows.position_ids, use_cache=False, rows=rows)
-    return output.last_hidden_state.squeeze(0)
+    tokens, places = rows.tokens.unsqueeze(0), rows.position_ids
+    return model.base_model(input_ids=tokens, position_ids=places, use_cache=False, rows=rows).last_hidden_state[0]
 
 
 class _Rotary(Protocol):
@@ -258,9 +266,9 @@ class _Base(Protocol):
 class PlainDecoder:
     """The same for plain decoders, in fewer operations."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Take a model that `fits`."""
-        self._base = cast("_Base", model.base_model)
+    def __init__(self, model: PreTrainedModel, arithmetic: Arithmetic = by_operators) -> None:
+        """Take a model that `fits`, and what computes it."""
+        self._base, self._arithmetic = cast("_Base", model.base_model), arithmetic
         self._found = self._addresses(), _network(self._base)
 
     @staticmethod
@@ -285,14 +293,7 @@ class PlainDecoder:
 
     def __call__(self, rows: DecoderRows) -> Tensor:
         """Return the last hidden state of each token."""
-        network = self.network
-        states, cos, sin = enter(network, rows.tokens, rows.position_ids)
-        for index, layer in enumerate(network.layers):
-            turned, value = before_attention(network, layer, states, cos, sin)
-            query, key = turned[:, : network.num_heads], turned[:, network.num_heads :]
-            attended = rows.attend(index, query, key, value, network.scaling)
-            states = after_attention(network, layer, states, attended.reshape(len(states), -1))
-        return norm(states, network.norm, network.eps)
+        return self._arithmetic(self.network, rows)
 
     @property
     def network(self) -> Network:

@@ -11,25 +11,27 @@ and a step that was captured (see `graphs`) can be replayed. Keys and values are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.generation.native.accelerator.graphs import Capture, GraphRunner, captures_on, num_padded
 from rallypoint.generation.native.accelerator.kernel import MANY_PROGRAMS, PagedKernel, find_kernel
 from rallypoint.generation.native.block_manager import AttentionMetadata, Integers
-from rallypoint.generation.native.decoder import Decoder
+from rallypoint.generation.native.decoder import Decoder, DecoderRows, Network, by_operators, linear, norm
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.generation.native.model_runner import DecodeAttention
 from rallypoint.generation.native.prefill import prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.head import soft_capped
+from rallypoint.models.layer_kernels import HeadNorms, LayerKernels, find_layer_kernels
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _STEPS_AT_ONCE = 8
@@ -43,7 +45,7 @@ class AcceleratorBackend:
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         """Take a model; `capture` captures steps of decoding, None: as torch does on the model's device."""
-        self.decoder = Decoder(model)
+        self.decoder = Decoder(model, by_kernels)
         self._capture = capture
         self._kernel: PagedKernel | None = None
         self._graphs: GraphRunner | None = None
@@ -107,6 +109,36 @@ class AcceleratorBackend:
     def _logits(self, part: PagedAttention) -> Tensor:
         """Return the logits of all tokens of a batch, padding included: [B, V]."""
         return self.decoder.logits(self.decoder(part))
+
+
+def by_kernels(
+    network: Network, rows: DecoderRows, find: Callable[[Tensor], LayerKernels | None] = find_layer_kernels
+) -> Tensor:
+    """Do as `by_operators`, with what stands between products in few launches where there are kernels for it."""
+    kernels = find(network.norm)
+    if kernels is None:
+        return by_operators(network, rows)
+    states = functional.embedding(rows.tokens, network.embeddings)
+    angles = rows.position_ids.view(-1, 1) * network.frequencies.chunk(2)[1]
+    cos, sin = (
+        (part * network.wave_height).to(states.dtype).unsqueeze(1).expand(-1, network.num_turned, -1)
+        for part in (angles.cos(), angles.sin())
+    )
+    normed = norm(states, network.layers[0].attention_norm, network.eps)
+    next_norms = [*(layer.attention_norm for layer in network.layers[1:]), network.norm]
+    for index, (layer, next_norm) in enumerate(zip(network.layers, next_norms, strict=True)):
+        heads = linear(layer.query_key_value, normed).view(len(states), -1, 2 * cos.shape[-1])
+        norms = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            norms = HeadNorms(layer.query_norm, layer.key_norm)
+        turned = kernels.turn(heads, cos, sin, network.num_heads, norms, network.eps)
+        query, key = turned[:, : network.num_heads], turned[:, network.num_heads :]
+        attended = rows.attend(index, query, key, heads[:, network.num_turned :], network.scaling)
+        attended = linear(layer.out, attended.reshape(len(states), -1))
+        states, normed = kernels.add_norm(states, attended, layer.mlp_norm, network.eps)
+        gate, up = linear(layer.gate_up, normed).chunk(2, -1)
+        states, normed = kernels.add_norm(states, linear(layer.down, kernels.swiglu(gate, up)), next_norm, network.eps)
+    return normed
 
 
 class PagedMetadata(NamedTuple):

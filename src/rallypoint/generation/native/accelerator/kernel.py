@@ -13,7 +13,6 @@ With `TRITON_INTERPRET=1` the kernels run on a CPU, which is how they are tested
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import subprocess
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rallypoint.models.kernels import launching_on
 from rallypoint.models.products import Limits
 
 try:
@@ -58,7 +58,7 @@ class PagedKernel:
         """Store keys and values of T tokens, [T, K, D] both, in those of one layer; see `gathered`."""
         kv_heads, dim, size = keys.shape[1:]
         key, value = (states if states.stride(2) == 1 else states.contiguous() for states in (key, value))
-        with _launching_on(keys.device):
+        with launching_on(keys.device):
             self._write[len(key), kv_heads](
                 *(metadata.step, metadata.slot_mapping, keys, values, key, value),
                 *(len(key), kv_heads, dim, key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
@@ -81,7 +81,7 @@ class PagedKernel:
         tops, sums = query.new_empty(2, num, heads, parts, dtype=torch.float32).unbind(0)
         _, position_ids, _, _, *blocks = metadata
         widths = (num_columns, -(-num_columns // parts), kv_heads, heads // kv_heads, dim)
-        with _launching_on(keys.device):
+        with launching_on(keys.device):
             self._attend[num, kv_heads, parts](
                 *(out, room, tops, sums, query, keys, values, *blocks, position_ids),
                 *(scaling, limits.softcap or 0.0, limits.window or 0, *widths, query.stride(0), query.stride(1)),
@@ -94,11 +94,6 @@ class PagedKernel:
             if parts > 1:
                 self._join[num, heads](out, room, tops, sums, heads, dim, **numbers)
         return out
-
-
-def _launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Have Triton launch on a device: it uses the thread's current one, wherever the tensors are."""
-    return contextlib.nullcontext() if device.index is None else torch.accelerator.device_index(device.index)
 
 
 def find_kernel(
