@@ -87,6 +87,32 @@ def test_turns_of_other_temperatures_are_trained_at_that_of_the_run(train):
     assert set(told.values()) == {True, False}
 
 
+def test_turns_are_measured_also_of_groups_that_were_replaced(train):
+    run_with, again = train
+    taken = []
+
+    async def slowly_right(client, example):
+        number = len(taken)
+        is_alike = number < 4  # the first groups have nothing to learn from, and are replaced
+        taken.append(example)
+        await client.sample(client.prompt, max_tokens=2)
+        for _ in range(1 if is_alike else 2):
+            await client.sample(again, max_tokens=2)
+        client.num_tool_calls += 2
+        client.num_tool_errors += is_alike
+        return 0.0 if is_alike else float(number)
+
+    config = {"rollout.dynamic_sampling": 4}
+    step = run_with(episode=slowly_right, reward=None, num_steps=1, config=config).metrics[-1]
+    assert step["rollout/num_replaced"] == 2
+    assert step["rollout/num_turns"] == (2 * 4 + 3 * 4) / 8
+    assert step["rollout/num_turns_max"] == 3
+    assert step["rollout/added_tokens"] == (4 * 1 + 4 * 2) * len(again) / 8
+    assert step["rollout/turn_length/3"] <= 2
+    assert (step["rollout/tool_calls"], step["rollout/tool_errors"]) == (2, 0.25)
+    assert step["rollout/environment_s_max"] >= step["rollout/environment_s"] >= 0
+
+
 def test_a_resumed_run_ends_with_the_same_weights_and_wants_the_episode_again(train, tmp_path):
     run_with, _ = train
     every = {"checkpoint.every_steps": 1}

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import operator
-import traceback
-import types
 from collections.abc import Sequence
 from typing import Self, cast
 
@@ -35,13 +32,12 @@ from rallypoint.generation.protocol import is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
 from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
+from rallypoint.sampling.episode_task import Ending, leave, where
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import ROOT, Limit, Trajectory, Turn
 
 _NEXT_TURN = 2**33
 """Distance of the seeds of two turns of one rollout."""
-_LEFT_BEHIND: set[asyncio.Task[Trajectory | EpisodeFailed]] = set()
-"""Episodes that were cancelled and have not ended; an event loop alone does not keep them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,10 +60,6 @@ class Terms:
             turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
         )
         return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config))
-
-
-_PASSES = 10
-"""Passes of the event loop in which an episode that is cancelled ends."""
 
 
 class EpisodeClient:
@@ -99,6 +91,8 @@ class EpisodeClient:
         self._has_calls = False
         """Whether `call` was called."""
         self._is_full = False
+        self.num_tool_calls, self.num_tool_errors = 0, 0
+        """See `Trajectory`."""
         self._time: OwnTime | None = None
         """Seconds of the episode; None before it has begun, and once it is over."""
         self._asking = set[asyncio.Task[object]]()
@@ -127,21 +121,23 @@ class EpisodeClient:
         self._time = time = OwnTime(self._terms.limits)
         running = asyncio.create_task(self._end_of(episode, time))
         try:
-            await _Ending(running, time.is_over)
+            await Ending(running, time.is_over)
             if time.is_over.done():
-                found = dataclasses.replace(time.is_over.result(), traceback=_where(running.get_coro()))
+                found = dataclasses.replace(time.is_over.result(), traceback=where(running.get_coro()))
             elif running.cancelled():
                 found = EpisodeFailed("raised", "the episode raised CancelledError")
             else:
                 found = running.result()
         finally:
             self._time = None
-            time.stop()
+            own_s = time.stop()
             for each in self._asking:
                 each.cancel()
-            _leave(running)
+            leave(running)
         if isinstance(found, Trajectory):
-            return found
+            return dataclasses.replace(
+                found, own_s=own_s, num_tool_calls=self.num_tool_calls, num_tool_errors=self.num_tool_errors
+            )
         return RolloutFailure(
             name=self._prompt.example.name,
             prompt=self.prompt_index,
@@ -335,50 +331,6 @@ class EpisodeClient:
 
     def __str__(self) -> str:
         return f"prompt {self.prompt_index} sample {self._sample}"
-
-
-class _Ending(asyncio.Future[None]):
-    """Is there when an episode has ended or is to be ended; whoever stops waiting for it cancels the episode.
-
-    That is at once, as by `asyncio.gather`, so that it asks for nothing after all that was asked for was given up.
-    """
-
-    def __init__(self, running: asyncio.Task[Trajectory | EpisodeFailed], is_over: asyncio.Future[EpisodeFailed]):
-        super().__init__()
-        self._running = running
-        for each in (running, is_over):
-            each.add_done_callback(lambda _: self.done() or self.set_result(None))
-
-    def cancel(self, msg: object = None) -> bool:
-        self._running.cancel()
-        return super().cancel(msg)
-
-
-def _leave(running: asyncio.Task[Trajectory | EpisodeFailed]) -> None:
-    """Cancel an episode that is not over, and wait for it no longer."""
-    if not running.done():
-        _LEFT_BEHIND.add(running)
-        running.add_done_callback(_LEFT_BEHIND.discard)
-        running.cancel()
-
-
-async def leave_for_good() -> None:
-    """Let the end of the event loop not wait for episodes that swallowed their cancellation."""
-    for _ in range(_PASSES):
-        await asyncio.sleep(0)
-    for task in [task for task in _LEFT_BEHIND if task.get_loop() is asyncio.get_running_loop()]:
-        asyncio._unregister_task(task)  # or asyncio.run would wait for it
-
-
-def _where(waiting: object) -> str:
-    """Return the traceback of where a coroutine waits: its own frames, and those of coroutines that it awaits."""
-    frames: list[tuple[types.FrameType, int]] = []
-    while inspect.iscoroutine(waiting) and waiting.cr_frame is not None:
-        if waiting.cr_frame.f_code.co_filename != __file__:
-            frames.append((waiting.cr_frame, waiting.cr_frame.f_lineno))
-        waiting = waiting.cr_await
-    lines = "".join(traceback.StackSummary.extract(frames).format()).rstrip()
-    return f"Traceback (most recent call last):\n{lines}" if lines else ""
 
 
 def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:

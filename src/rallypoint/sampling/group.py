@@ -29,8 +29,9 @@ from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
-from rallypoint.sampling.client import EpisodeClient, Terms, leave_for_good
+from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
+from rallypoint.sampling.episode_task import leave_for_good
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.timekeeper import Timekeeper, Times, turns_of
 from rallypoint.types import RolloutBatch, Trajectory, assemble
@@ -73,8 +74,8 @@ class Group:
     rows: RolloutBatch
     failures: tuple[RolloutFailure, ...]
     """Why rollouts are missing."""
-    metrics: tuple[Mapping[str, float], ...] = ()
-    """What the episode of each row counted."""
+    rollouts: tuple[Trajectory, ...] = ()
+    """Those of `rows`, turn by turn."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -259,7 +260,7 @@ class InFlight:
         times.sampled = self._watch.times.now()
         times.turns = tuple(turns_of(kept))
         batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())], failures)
-        return Group(rows, tuple(failures), tuple(one.metrics for one in kept.values()))
+        return Group(rows, tuple(failures), tuple(kept.values()))
 
     def hurry(self) -> None:
         """From now on give episodes and the reward function only a few seconds, because the run is ending."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -18,7 +18,10 @@ from rallypoint.data import Example, special_ids
 from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
 from rallypoint.environments.scoring import Scored
 from rallypoint.run.rollouts import StepRollouts
-from rallypoint.types import Maximum, Mean, Metrics, RolloutBatch, ScoredBatch, Sum, merge
+from rallypoint.types import Maximum, Mean, Metric, Metrics, RolloutBatch, ScoredBatch, Sum, Trajectory, merge
+
+_MOST_TURNS = 8
+"""Turns of a rollout that have a metric each: more would be noise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,14 +109,43 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
     )
 
 
-def measure_episodes(metrics: Iterable[Mapping[str, float]], failures: Sequence[RolloutFailure]) -> Metrics:
-    """Return the means of what episodes counted, each of those that have it, and how many failed in which way."""
+def measure_episodes(rollouts: Sequence[Trajectory], failures: Sequence[RolloutFailure]) -> Metrics:
+    """Return how long episodes were, what they counted themselves, and how many failed in which way.
+
+    Args:
+        rollouts: those that did not fail.
+        failures: why the others did.
+    """
     counted: dict[str, list[float]] = {}
-    for name, value in chain.from_iterable(each.items() for each in metrics):
+    for name, value in chain.from_iterable(each.metrics.items() for each in rollouts):
         counted.setdefault(name, []).append(value)
     kinds = Counter(failure.kind for failure in failures)
-    means = {f"episode/{name}": Mean(math.fsum(values), len(values)) for name, values in counted.items()}
-    return Metrics({**means, **{f"rollout/failed_{kind}": Sum(kinds[kind]) for kind in ROLLOUT_FAILURE_KINDS}})
+    found: dict[str, Metric] = {f"episode/{name}": Mean(math.fsum(each), len(each)) for name, each in counted.items()}
+    found |= {f"rollout/failed_{kind}": Sum(kinds[kind]) for kind in ROLLOUT_FAILURE_KINDS}
+    return Metrics(found | (_measure_turns(rollouts) if rollouts else {}))
+
+
+def _measure_turns(rollouts: Sequence[Trajectory]) -> dict[str, Metric]:
+    lengths = [[len(turn.response) for turn in each.turns] for each in rollouts]
+    num_rollouts, num_turns = len(rollouts), [len(each) for each in lengths]
+    added = sum(len(turn.prompt) for each in rollouts for turn in each.turns[1:])
+    own_s = [each.own_s for each in rollouts]
+    calls, errors = sum(each.num_tool_calls for each in rollouts), sum(each.num_tool_errors for each in rollouts)
+    found: dict[str, Metric] = {
+        "rollout/num_turns": Mean(sum(num_turns), num_rollouts),
+        "rollout/num_turns_max": Maximum(max(num_turns)),
+        "rollout/turn_length": Mean(sum(map(sum, lengths)), sum(num_turns)),
+        "rollout/added_tokens": Mean(added, num_rollouts),
+        "rollout/tool_calls": Mean(calls, num_rollouts),
+        "rollout/environment_s": Mean(math.fsum(own_s), num_rollouts),
+        "rollout/environment_s_max": Maximum(max(own_s)),
+    }
+    for number in range(min(max(num_turns), _MOST_TURNS)):
+        of_turn = [each[number] for each in lengths if len(each) > number]
+        found[f"rollout/turn_length/{number + 1}"] = Mean(sum(of_turn), len(of_turn))
+    if calls:
+        found["rollout/tool_errors"] = Mean(errors, calls)
+    return found
 
 
 def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:

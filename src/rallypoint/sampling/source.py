@@ -357,7 +357,7 @@ class RolloutSource:
         rollouts = StepRollouts.of(rows, scored, scored_groups, {group.index for group in replaced})
         measured = measure(rows, scored, num_failed=len(failures), is_shown=self._is_shown)
         if self._has_episode:
-            counted = [each for group in (*groups, *replaced) for each in group.sampled.result().metrics]
+            counted = [each for group in (*groups, *replaced) for each in group.sampled.result().rollouts]
             measured = merge(measured, measure_episodes(counted, failures))
         if self._config.rollout.dynamic_sampling:
             measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))

@@ -74,6 +74,12 @@ class Trajectory:
     """The reward of each turn; None: the reward function scores the rollout."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """What else the episode counted, by name."""
+    own_s: float = 0.0
+    """Seconds that the episode took for itself, and not for sampling."""
+    num_tool_calls: int = 0
+    """Calls of tools that the policy made, also those that could not be read."""
+    num_tool_errors: int = 0
+    """Those of them that could not be read, or whose tool failed."""
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:

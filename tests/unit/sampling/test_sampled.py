@@ -1,9 +1,11 @@
-"""Which sampled tokens nobody sees."""
+"""Which sampled tokens nobody sees, and what is measured of episodes."""
 
+import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
 from tokenizers import AddedToken
 
-from rallypoint.sampling.sampled import shown_tokens
+from rallypoint.sampling.sampled import measure_episodes, shown_tokens
+from rallypoint.types import Trajectory, Turn, merge
 
 
 def test_tokens_without_a_text_are_hidden_whether_they_are_named_special_or_belong_to_nothing():
@@ -15,3 +17,33 @@ def test_tokens_without_a_text_are_hidden_whether_they_are_named_special_or_belo
     for token, shown in enumerate(is_shown):
         text = tokenizer.decode([token], skip_special_tokens=True) if token < len(tokenizer) else ""
         assert shown == (bool(text) or token in stops), token
+
+
+def rollout(*lengths, added=2, own_s=1.0, calls=0, errors=0):
+    turns = [
+        Turn(prompt=(1,) * added, response=(2,) * n, logprobs=(), sampled_logprobs=(), version=0, truncated=False)
+        for n in lengths
+    ]
+    return Trajectory(turns=tuple(turns), own_s=own_s, num_tool_calls=calls, num_tool_errors=errors)
+
+
+ROLLOUTS = [rollout(4), rollout(3, 5, own_s=4.0, calls=3, errors=1), rollout(*[1] * 10, calls=1), rollout(2, 2)]
+
+
+def test_turns_and_tools_of_episodes_are_measured():
+    found = measure_episodes(ROLLOUTS, []).scalars()
+    assert found["rollout/num_turns"] == 15 / 4
+    assert found["rollout/num_turns_max"] == 10
+    assert found["rollout/turn_length"] == 26 / 15
+    assert [found.get(f"rollout/turn_length/{number}") for number in (1, 2, 3, 8, 9)] == [2.5, 8 / 3, 1, 1, None]
+    assert found["rollout/added_tokens"] == 2 * 11 / 4, "without the prompt"
+    assert (found["rollout/environment_s"], found["rollout/environment_s_max"]) == (7 / 4, 4)
+    assert (found["rollout/tool_calls"], found["rollout/tool_errors"]) == (1, 1 / 4)
+    assert "rollout/tool_errors" not in measure_episodes(ROLLOUTS[:1], [])
+    assert "rollout/num_turns" not in measure_episodes([], [])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 4])
+def test_what_is_measured_of_parts_is_what_is_measured_of_all(cut):
+    parts = merge(measure_episodes(ROLLOUTS[:cut], []), measure_episodes(ROLLOUTS[cut:], []))
+    assert parts.scalars() == measure_episodes(ROLLOUTS, []).scalars()
