@@ -12,7 +12,9 @@ from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_advantages,
     group_relative_token_advantages,
+    group_relative_turn_advantages,
     turn_gae_advantages,
+    turn_returns,
     whiten,
 )
 from rallypoint.algorithms.aggregation import Weights, aggregate
@@ -78,6 +80,7 @@ __all__ = [
     "gap_metrics",
     "group_relative_advantages",
     "group_relative_token_advantages",
+    "group_relative_turn_advantages",
     "has_signal",
     "kl_loss",
     "kl_penalty",
@@ -87,6 +90,7 @@ __all__ = [
     "rows_with_signal",
     "tensors_of",
     "turn_gae_advantages",
+    "turn_returns",
     "value_loss",
     "weigh",
     "weigh_valued",

@@ -7,6 +7,7 @@ same bits whichever rows stand beside it.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 import torch
@@ -29,6 +30,47 @@ def trained_tokens(
     positions = loss_mask.nonzero().squeeze(-1)
     rows = torch.searchsorted(offsets, positions, right=True) - 1
     return positions, rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turns:
+    """The turns of rows: runs of neighbouring trained tokens."""
+
+    positions: Int[Tensor, " N"]
+    """Where the N trained tokens are."""
+    of_token: Int[Tensor, " N"]
+    """Number of the turn of each, from 0."""
+    rows: Int[Tensor, " K"]
+    """The row of each of the K turns."""
+    firsts: Int[Tensor, " K"]
+    """Index, among the N tokens, of the first one of each turn."""
+
+    @classmethod
+    def of(cls, loss_mask: Bool[Tensor, " T"], offsets: Int[Tensor, " B1"]) -> Turns:
+        """Return the turns of rows.
+
+        >>> mask = torch.tensor([False, True, True, False, True, True])
+        >>> turns = Turns.of(mask, torch.tensor([0, 5, 6]))
+        >>> turns.of_token.tolist(), turns.rows.tolist(), turns.places.tolist()
+        ([0, 0, 1, 2], [0, 0, 1], [0, 1, 0])
+        """
+        positions, rows = trained_tokens(loss_mask, offsets)
+        is_first = torch.ones(len(positions), dtype=torch.bool)
+        is_first[1:] = (positions[1:] != positions[:-1] + 1) | (rows[1:] != rows[:-1])
+        return cls(positions, is_first.long().cumsum(0) - 1, rows[is_first], is_first.nonzero().squeeze(-1))
+
+    @property
+    def places(self) -> Int[Tensor, " K"]:
+        """Number of each turn in its row, from 0."""
+        return torch.arange(len(self.rows)) - torch.searchsorted(self.rows, self.rows)
+
+    def sums(self, x: Float[Tensor, " T"]) -> Float[Tensor, " K"]:
+        """Return the sum of each turn, in float64."""
+        return row_sums(x[self.positions], self.of_token, len(self.rows))
+
+    def spread(self, by_turn: Float[Tensor, " K"], like: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Give every trained token the number of its turn, and all others 0."""
+        return put_back(by_turn[self.of_token], self.positions, like)
 
 
 def put_back(x: Float[Tensor, " N"], positions: Int[Tensor, " N"], like: Float[Tensor, " T"]) -> Float[Tensor, " T"]:

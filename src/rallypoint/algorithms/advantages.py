@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rallypoint.algorithms._rows import (
+    Turns,
     differing,
     normalized_in_groups,
     numbered,
@@ -111,26 +112,94 @@ def turn_gae_advantages(
     >>> returns.tolist()
     [0.0, 0.75, 0.75, 0.0, 1.0, 1.0]
     """
-    positions, rows = trained_tokens(loss_mask, offsets)
-    is_first = torch.ones(len(positions), dtype=torch.bool)
-    is_first[1:] = (positions[1:] != positions[:-1] + 1) | (rows[1:] != rows[:-1])
-    turn = is_first.long().cumsum(0) - 1
-    num_turns = int(is_first.sum())
-    turn_rewards = torch.zeros(num_turns, dtype=torch.float64).index_add(0, turn, token_rewards[positions].double())
-    rows_of_turns = rows[is_first]
-    borders = torch.searchsorted(rows_of_turns, torch.arange(len(offsets)))
-    everything = torch.ones(num_turns, dtype=torch.bool)
+    turns = Turns.of(loss_mask, offsets)
     found = gae_advantages(
-        turn_rewards,
-        values[positions][is_first].double(),
-        everything,
-        borders,
+        turns.sums(token_rewards),
+        values[turns.positions][turns.firsts].double(),
+        torch.ones(len(turns.rows), dtype=torch.bool),
+        torch.searchsorted(turns.rows, torch.arange(len(offsets))),
         discount=discount,
         gae_lambda=gae_lambda,
         length_alpha=length_alpha,
     )
-    advantages, returns = (put_back(by_turn[turn], positions, values) for by_turn in found)
+    advantages, returns = (turns.spread(by_turn, values) for by_turn in found)
     return advantages, returns
+
+
+def turn_returns(
+    token_rewards: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    *,
+    discount: float,
+) -> Float[Tensor, " T"]:
+    """Return what is earned from each turn to the row's end, at all its tokens.
+
+        returns[k] = rewards[k] + discount * returns[k+1]
+
+    rewards[k] is the sum over the tokens of turn k, see `turn_gae_advantages`; so the discount acts once a turn.
+
+    A reward of 1 for the first of two turns and of 2 for the second:
+
+    >>> turn_returns(
+    ...     token_rewards=torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 2.0]),
+    ...     loss_mask=torch.tensor([False, True, True, False, True, True]),
+    ...     offsets=torch.tensor([0, 6]),
+    ...     discount=0.5,
+    ... ).tolist()
+    [0.0, 2.0, 2.0, 0.0, 2.0, 2.0]
+    """
+    turns = Turns.of(loss_mask, offsets)
+    return turns.spread(sums_to_row_end(turns.sums(token_rewards), turns.rows, decay=discount), token_rewards)
+
+
+def group_relative_turn_advantages(
+    token_rewards: Float[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    groups: Int[Tensor, " B"],
+    *,
+    normalize_std: bool,
+    discount: float,
+) -> Float[Tensor, " T"]:
+    """Return how much better each turn went on than the same turn of the group's other rollouts.
+
+        advantages[k] = (returns[k] - mean) / std     over the rollouts of the group that have a turn k
+
+    with the returns of `turn_returns`. What was earned before a turn is in neither, and the mean is that of rollouts
+    that had come as far. With one turn a rollout it is GRPO. MT-GRPO (arXiv 2505.11821) adds up rewards that were
+    normalised turn by turn instead; dividing them apart would give a turn that hardly varies the weight of all others.
+    A turn that only one rollout has, and turns whose returns differ by rounding alone, get exactly 0.
+
+    Two rollouts of a group, of two turns and one:
+
+    >>> group_relative_turn_advantages(
+    ...     token_rewards=torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0]),
+    ...     loss_mask=torch.tensor([True, False, True, False, True]),
+    ...     offsets=torch.tensor([0, 3, 5]),
+    ...     groups=torch.tensor([4, 4]),
+    ...     normalize_std=False,
+    ...     discount=1.0,
+    ... ).tolist()
+    [1.0, 0.0, 0.0, 0.0, -1.0]
+
+    Args:
+        token_rewards: [T] the reward that arrives with each token.
+        loss_mask: [T] True at trained tokens.
+        offsets: [B+1] where rows begin and end.
+        groups: [B] int64 which prompt.
+        normalize_std: divide by the standard deviation.
+        discount: of the rewards of later turns.
+    """
+    turns = Turns.of(loss_mask, offsets)
+    returns, sizes = (
+        sums_to_row_end(turns.sums(x), turns.rows, decay=discount) for x in (token_rewards, token_rewards.abs())
+    )
+    group, _ = numbered(groups)
+    same_turn = group[turns.rows] + len(groups) * turns.places
+    return turns.spread(
+        normalized_in_groups(returns, same_turn, normalize_std=normalize_std, sizes=sizes), token_rewards
+    )
 
 
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

@@ -40,7 +40,9 @@ from rallypoint.algorithms._rows import (
 from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_token_advantages,
+    group_relative_turn_advantages,
     turn_gae_advantages,
+    turn_returns,
     whiten,
 )
 from rallypoint.algorithms.rewards import Rewards
@@ -124,12 +126,16 @@ class ReinforcePlusPlus(Advantage):
     """REINFORCE++ (arXiv 2501.03262): the discounted rewards to the row's end, whitened; GAE without values."""
 
     discount: float
-    """Discount of the rewards that come after a token."""
+    """Discount of the rewards that come after a unit."""
+    unit: Literal["token", "turn"] = "token"
+    """What a time step is; see `turn_returns`."""
 
     compares_group = False
 
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """See `Advantage.estimate`."""
+        if self.unit == "turn":
+            return turn_returns(rewards.token_rewards, rewards.loss_mask, rewards.offsets, discount=self.discount)
         positions, rows = trained_tokens(rewards.loss_mask, rewards.offsets)
         to_go = sums_to_row_end(rewards.token_rewards[positions], rows, decay=self.discount)
         return put_back(to_go, positions, rewards.token_rewards)
@@ -147,36 +153,46 @@ class GRPO(Advantage):
     token_discount: float | None
     """None gives all tokens of a row the advantage of its score; a number gives each the normalised rewards from
     it to the row's end, discounted (process supervision)."""
+    turn_discount: float | None = None
+    """A number compares each turn with those of the same place, by the rewards from it to the row's end, discounted
+    once a turn; see `group_relative_turn_advantages`. None: as `token_discount` says."""
 
     normalizes_std: ClassVar[bool] = True
 
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """See `Advantage.estimate`."""
-        if self.token_discount is None:
+        if not self._is_by_step:
             return rewards.spread(rewards.centred(normalize_std=self.normalizes_std))
-        advantages = self._by_token(rewards, rewards.token_rewards, self.normalizes_std)
+        advantages = self._by_step(rewards, rewards.token_rewards, self.normalizes_std)
         if rewards.penalty is None:
             return advantages
-        alone = self._by_token(rewards, -rewards.penalty, normalize_std=False)
+        alone = self._by_step(rewards, -rewards.penalty, normalize_std=False)
         return torch.where(self.signal(rewards)[rewards.rows], advantages, alone)
 
     def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
-        """See `Advantage.signal`; under process supervision the rewards of tokens are compared."""
-        if self.token_discount is None:
+        """See `Advantage.signal`; under process supervision the rewards of tokens, or of turns, are compared."""
+        if not self._is_by_step:
             return rewards.differ
-        earned = self._by_token(rewards, rewards.earned, normalize_std=False)
+        earned = self._by_step(rewards, rewards.earned, normalize_std=False)
         num_differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
         return group_sums(num_differing, rewards.groups) > 0
 
-    def _by_token(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
-        assert self.token_discount is not None, "the caller has seen to it"
-        return group_relative_token_advantages(
+    @property
+    def _is_by_step(self) -> bool:
+        return self.token_discount is not None or self.turn_discount is not None
+
+    def _by_step(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
+        compare, discount = group_relative_turn_advantages, self.turn_discount
+        if discount is None:
+            compare, discount = group_relative_token_advantages, self.token_discount
+        assert discount is not None, "the caller has seen to it"
+        return compare(
             token_rewards,
             rewards.loss_mask,
             rewards.offsets,
             rewards.groups,
             normalize_std=normalize_std,
-            discount=self.token_discount,
+            discount=discount,
         )
 
 

@@ -66,18 +66,24 @@ def gae(
     return advantages, returns
 
 
+def turns_of(steps: Sequence[int]) -> list[list[int]]:
+    """Runs of neighbouring trained tokens of a row."""
+    turns: list[list[int]] = []
+    for t in steps:
+        if turns and turns[-1][-1] == t - 1:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
 def turn_gae(
     case: Case, discount: float, gae_lambda: float, length_alpha: float | None = None
 ) -> tuple[list[float], list[float]]:
     """The same with a step for each run of neighbouring trained tokens; a row's length is its number of turns."""
     advantages, returns = [0.0] * len(case.mask), [0.0] * len(case.mask)
     for steps in case.rows:
-        turns: list[list[int]] = []
-        for t in steps:
-            if turns and turns[-1][-1] == t - 1:
-                turns[-1].append(t)
-            else:
-                turns.append([t])
+        turns = turns_of(steps)
         lam = lambda_of(len(turns), gae_lambda, length_alpha)
         next_value = next_advantage = 0.0
         for turn in reversed(turns):
@@ -99,6 +105,38 @@ def reinforce_plus_plus(case: Case, discount: float) -> list[float]:
             total = case.rewards[t] + discount * total
             found[t] = total
     return whitened(case, found)
+
+
+def returns_of_turns(case: Case, row: int, discount: float) -> list[float]:
+    """The rewards of a row from each of its turns on, discounted once a turn."""
+    found: list[float] = []
+    for turn in reversed(turns_of(case.rows[row])):
+        found.insert(0, math.fsum(case.rewards[t] for t in turn) + discount * (found[0] if found else 0.0))
+    return found
+
+
+def reinforce_plus_plus_by_turn(case: Case, discount: float) -> list[float]:
+    """The same with turns for steps."""
+    found = [0.0] * len(case.mask)
+    for row, steps in enumerate(case.rows):
+        for turn, earned in zip(turns_of(steps), returns_of_turns(case, row, discount), strict=True):
+            for t in turn:
+                found[t] = earned
+    return whitened(case, found)
+
+
+def grpo_by_turn(case: Case, discount: float, *, normalize_std: bool) -> list[float]:
+    """Each turn against the turns of the same place in its group."""
+    found = [0.0] * len(case.mask)
+    for row, steps in enumerate(case.rows):
+        for place, turn in enumerate(turns_of(steps)):
+            returns = {other: returns_of_turns(case, other, discount) for other in mates(case, row)}
+            peers = [of_row[place] for of_row in returns.values() if len(of_row) > place]
+            if len(set(peers)) > 1:
+                centred = returns[row][place] - math.fsum(peers) / len(peers)
+                for t in turn:
+                    found[t] = centred / (deviation(peers) if normalize_std else 1.0)
+    return found
 
 
 def dr_grpo(case: Case) -> list[float]:

@@ -82,6 +82,21 @@ BY_NAME = {
         {"token_discount": 1.0},
         lambda case: advantages.grpo_by_token(case, 1.0, normalize_std=False),
     ),
+    "grpo by turn": (
+        "grpo",
+        {"token_discount": None, "turn_discount": 0.75},
+        lambda case: advantages.grpo_by_turn(case, 0.75, normalize_std=True),
+    ),
+    "dr_grpo by turn": (
+        "dr_grpo",
+        {"token_discount": None, "turn_discount": 1.0},
+        lambda case: advantages.grpo_by_turn(case, 1.0, normalize_std=False),
+    ),
+    "reinforce_plus_plus by turn": (
+        "reinforce_plus_plus",
+        {"discount": 0.9, "unit": "turn"},
+        functools.partial(advantages.reinforce_plus_plus_by_turn, discount=0.9),
+    ),
     "lite_ppo": ("lite_ppo", {}, advantages.lite_ppo),
     "rloo": ("rloo", {}, advantages.rloo),
     "reinforce_plus_plus": (
@@ -99,7 +114,7 @@ BY_NAME = {
     "pass_at_1": ("pass_at_k", {"k": 1}, functools.partial(advantages.pass_at_k, k=1)),
     "pass_at_2": ("pass_at_k", {"k": 2}, functools.partial(advantages.pass_at_k, k=2)),
 }
-WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus by turn", "reinforce_plus_plus_baseline"}
 NOT_NEGATIVE = {
     name: case.__class__(**{**vars(case), "rewards": tuple(abs(x) for x in case.rewards)})
     for name, case in CASES.items()

@@ -24,6 +24,8 @@ ESTIMATORS = {
     "grpo": {"token_discount": None},
     "grpo by token": {"token_discount": 0.9},
     "dr_grpo": {"token_discount": None},
+    "grpo by turn": {"token_discount": None, "turn_discount": 0.9},
+    "reinforce_plus_plus by turn": {"discount": 0.9, "unit": "turn"},
     "lite_ppo": {},
     "rloo": {},
     "reinforce_plus_plus": {"discount": 0.9},

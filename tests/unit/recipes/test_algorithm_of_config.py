@@ -163,7 +163,12 @@ def test_rewards_that_do_not_fit_together_are_refused(overrides, problem):
 
 def test_keys_of_another_name_may_wait_in_a_file():
     config = load_config("digits", ["recipe=grpo"]).config
-    assert config.advantage.model_dump() == {"name": "grpo", "token_discount": 0.0, "whiten": False}
+    assert config.advantage.model_dump() == {
+        "name": "grpo",
+        "token_discount": 0.0,
+        "turn_discount": None,
+        "whiten": False,
+    }
     again = load_config("digits", ["recipe=grpo", "advantage.name=rloo"]).config
     assert again.advantage.model_dump() == {"name": "rloo", "whiten": False}
 
