@@ -39,7 +39,7 @@ BROAD: dict[str, str] = {
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "observability/trackers.py:_work": "clients of networks raise anything; the run goes on without them",
     "environments/given.py:loaded": "what a function refers to is imported, which may raise anything",
-    "environments/given.py:_packed": "whatever a function refers to may raise while it is pickled: it stays here then",
+    "environments/given.py:packed": "whatever a function refers to may raise while it is pickled: it stays here then",
     "environments/outcome.py:call_reward": "the user's reward may raise anything; it becomes a counted value",
     "prepare/own_functions.py:check_own_functions": "the user's function may raise anything; all problems are listed",
     "user_code.py:__call__": "the user's function may raise anything; it is named, with its own traceback",
@@ -48,6 +48,7 @@ BROAD: dict[str, str] = {
     "environments/pool.py:_work": "raised again where the answer is awaited",
     "sampling/client.py:_end_of": "an episode is the user's code and may raise anything; it becomes a counted value",
     "sampling/client.py:_ask": "what concerns all rollouts ends the run, whatever the episode that met it catches",
+    "environments/tools.py:_call": "a tool is the user's code and may raise anything; the policy reads it",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }
 """`path:function` of every handler that catches anything -> why."""

@@ -200,3 +200,45 @@ def test_a_rollout_of_several_sequences_is_trained_exactly_and_resumed_to_the_bi
         config={},
     )
     assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(whole.folder))
+
+
+def test_a_rollout_of_several_sequences_is_shown_and_leaves_as_a_training_trace(train, tmp_path):
+    run_with, _ = train
+    run = run_with(num_steps=1, episode=branches, reward=None)
+    shown = CliRunner().invoke(app, ["show", str(run.folder), "--best", "1"])
+    assert "3 sequences" in shown.output, shown.output
+    file = tmp_path / "traces.jsonl"
+    said = CliRunner().invoke(app, ["show", str(run.folder), "--traces", str(file)])
+    assert f"4 rollouts of step 1 in {file}" in said.output.replace("\n", "")
+    traces = [json.loads(line) for line in file.read_text().splitlines()]
+    assert traces == run.traces(1)
+    assert [len(trace["turns"]) for trace in traces] == [5] * 4
+    for trace, row in zip(traces, run.rollouts(1), strict=True):
+        rewards = [turn["metadata"]["reward"] for turn in trace["turns"]]
+        assert sum(rewards) == pytest.approx(row["score"])
+        assert len([reward for reward in rewards if reward]) == 2
+
+
+def test_two_ranks_sample_and_train_sequences_as_one_does(train):
+    run_with, _ = train
+    options = {"num_steps": 2, "episode": branches, "reward": None}
+    one, two = (run_with(name=f"on {num}", config={"cluster.pools": {"main": [num]}}, **options) for num in (1, 2))
+    for step in (1, 2):
+        for row, other in zip(one.rollouts(step), two.rollouts(step), strict=True):
+            for column in ("prompt_index", "sample_index", "response_ids", "loss_mask", "sequence_starts"):
+                assert row[column] == other[column]
+            assert other["advantages"] == pytest.approx(row["advantages"], abs=1e-5)
+    assert two.metrics[-1]["actor/loss"] == pytest.approx(one.metrics[-1]["actor/loss"], abs=1e-5)
+    assert two.metrics[-1]["actor/grad_norm"] == pytest.approx(one.metrics[-1]["actor/grad_norm"], rel=1e-3)
+
+
+def test_a_run_that_samples_sequences_ahead_is_repeated_to_the_bit_by_its_schedule(train):
+    run_with, _ = train
+    ahead = {"cluster.pools": {"main": [1], "sampling": [1]}, "rollout.placement.pool": "sampling"}
+    ahead |= {"rollout.max_staleness": 1}
+    options = {"num_steps": 3, "episode": branches, "reward": None}
+    first = run_with(name="first", config=ahead, **options)
+    schedule = {"rollout.schedule": f"{first.folder}/journal.jsonl"}
+    again = run_with(name="again", config={**ahead, **schedule}, **options)
+    assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(first.folder))
+    assert [row["response_ids"] for row in again.rollouts(3)] == [row["response_ids"] for row in first.rollouts(3)]

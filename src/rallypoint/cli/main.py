@@ -159,10 +159,17 @@ def show(
         bool, typer.Option("--validation", help="Those of the validation after the step, which 0 has, too.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Do not truncate long texts.")] = False,
+    traces: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write all of them as training traces of OpenEnv, one a line.")
+    ] = None,
 ) -> None:
     """Print rollouts of a step: prompt, response, rewards."""
     from rallypoint.cli.runs import show as print_chosen
+    from rallypoint.cli.runs import write_traces
 
+    if traces is not None:
+        write_traces(run, traces, step=step, validation=validation)
+        return
     print_chosen(run, step=step, best=best, worst=worst, failed=failed, validation=validation, full=full)
 
 

@@ -5,6 +5,7 @@ The texts of rollouts are the model's and the data's: they are cleaned before th
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,6 +60,16 @@ def show(
         best = worst = failed = _EACH
     chosen = choose(rows, best=best or 0, worst=worst or 0, failed=failed or 0)
     print_rollouts(Console(highlight=False), rows, chosen, max_lines=None if full else _MAX_LINES)
+
+
+def write_traces(run: str, file: str, *, step: int | None, validation: bool) -> None:
+    """Write the rollouts of a step as training traces, a line of JSON each."""
+    from rallypoint.run.rollouts import read_rollouts  # only now torch
+    from rallypoint.sampling.traces import trace_of
+
+    rows = read_rollouts(_run_of(run), step, "validation" if validation else "step")
+    Path(file).write_text("".join(json.dumps(trace_of(row)) + "\n" for row in rows))
+    Console(highlight=False).print(f"{counted(len(rows), 'rollout')} of step {rows[0]['step']} in {file}", markup=False)
 
 
 def print_difference(a: str, b: str) -> bool:

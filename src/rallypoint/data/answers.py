@@ -1,4 +1,4 @@
-"""What a sampled answer says, as a message: its reasoning and its text.
+"""What a sampled answer says, as a message: its reasoning, its text, and its calls of tools.
 
 Owns: which part of the tokens is which. Must not know: engines, what calls of tools do.
 """
@@ -6,11 +6,13 @@ Owns: which part of the tokens is which. Must not know: engines, what calls of t
 from __future__ import annotations
 
 import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.data.template import TemplateProbe, special_ids
+from rallypoint.data.tool_formats import Said, format_of, harmony, types_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,21 +22,43 @@ _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>",
 
 
 def read_answer(
-    tokenizer: PreTrainedTokenizerBase, response: Sequence[int], stop_tokens: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    response: Sequence[int],
+    *,
+    stop_tokens: Sequence[int],
+    tools: Sequence[Mapping[str, object]] = (),
+    num_calls: int = 0,
 ) -> dict[str, object]:
-    """Return a sampled answer as a message with `role`, `content`, and `reasoning` if it has some.
+    """Return a sampled answer as a message.
 
     Args:
-        tokenizer: the model's, with its chat template.
+        tokenizer: the model's, with its chat template, which says how the model writes calls.
         response: the ids that were sampled, with the token that ended them, if one did.
         stop_tokens: ids that end an answer.
+        tools: function schemas that the model was given; without any nothing is a call.
+        num_calls: calls of the conversation so far, by which those of the answer are numbered.
+
+    Returns:
+        `role` and `content`, `reasoning` and `tool_calls` if it has some, and `malformed`: what is wrong with each call
+        that could not be read, whose text stays in the content.
     """
     form = _Form.of(tokenizer)
     ids = list(response[:-1] if response and response[-1] in stop_tokens else response)
-    reasoning, content = form.split(str(tokenizer.decode(ids, skip_special_tokens=False)))
-    message: dict[str, object] = {"role": "assistant", "content": form.without_special(content)}
-    if reasoning is not None:
-        message["reasoning"] = form.without_special(reasoning)
+    said = form.read(str(tokenizer.decode(ids, skip_special_tokens=False)), tools)
+    message: dict[str, object] = {"role": "assistant", "content": form.without_special(said.content)}
+    if said.reasoning is not None:
+        message["reasoning"] = form.without_special(said.reasoning)
+    if said.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call{number:05}",  # some templates want nine letters and digits
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
+            for number, (name, arguments) in enumerate(said.calls, num_calls + 1)
+        ]
+    if said.malformed:
+        message["malformed"] = said.malformed
     return message
 
 
@@ -46,6 +70,8 @@ class _Form:
         longest_first = sorted(filter(None, names), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._opened = TemplateProbe.of(tokenizer).opened
+        templates = tokenizer.chat_template
+        self._format = format_of(templates if isinstance(templates, str) else json.dumps(templates))
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
@@ -57,7 +83,16 @@ class _Form:
         """Return a text without special tokens."""
         return self._special.sub("", text)
 
-    def split(self, text: str) -> tuple[str | None, str]:
+    def read(self, text: str, tools: Sequence[Mapping[str, object]]) -> Said:
+        """Return what a text says."""
+        if self._format is harmony:  # it has reasoning of its own
+            return harmony(text, types_of(tools))
+        reasoning, content = self._split(text)
+        said = self._format(content, types_of(tools)) if tools else Said(content)
+        said.reasoning = reasoning
+        return said
+
+    def _split(self, text: str) -> tuple[str | None, str]:
         """Return the reasoning of an answer, or None, and the rest; what was cut within its reasoning has no more."""
         for opening, closing in _REASONING:
             begun = text.lstrip()

@@ -14,7 +14,6 @@ The first token of that ends the turn. It is left out if it was sampled, and is 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, left_out, special_ids, template_errors
+from rallypoint.data.tool_formats import calls_of, with_arguments
 from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Dialogue:
         text = _written(tokenizer, messages, tools)
         _check_whole(messages, text)
         return cls(tokenizer, tuple(stop_tokens), tuple(messages), _encode(tokenizer, text), tuple(tools))
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of tools in it."""
+        return sum(len(calls_of(message)) for message in self.messages)
 
     def answered(self, response: Sequence[int], message: ChatMessage) -> Dialogue:
         """Add an answer.
@@ -166,10 +171,10 @@ def _stand_ins(answer: ChatMessage, messages: Sequence[ChatMessage], mark: str) 
 
     Some take only an answer that calls the tools whose results follow, some only a single call, or no content.
     """
-    calls = _calls(answer)
+    calls = calls_of(answer)
     results = [message for message in messages if message.get("role") == "tool"]
     if calls:
-        yield from _calling([(_function(call).get("name"), call.get("id")) for call in calls], mark)
+        yield from _calling([(call.name, call.id) for call in calls], mark)
     yield _message("assistant", mark)
     if results and not calls:
         yield from _calling([(one.get("name") or "tool", one.get("tool_call_id")) for one in results], mark)
@@ -184,23 +189,6 @@ def _calling(called: Sequence[tuple[object, object]], mark: str) -> Iterator[Cha
         yield {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def _calls(message: ChatMessage) -> Sequence[Mapping[str, object]]:
-    return cast("Sequence[Mapping[str, object]]", message.get("tool_calls") or ())
-
-
-def _function(call: Mapping[str, object]) -> Mapping[str, object]:
-    return cast("Mapping[str, object]", call.get("function") or call)
-
-
-def _arguments(call: Mapping[str, object]) -> object:
-    """Return the arguments of a call as what their JSON says, if they are text."""
-    arguments = _function(call).get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            return json.loads(arguments)
-    return arguments
-
-
 def _message(role: str, content: str) -> ChatMessage:
     return {"role": role, "content": content}
 
@@ -213,7 +201,7 @@ def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]
     """
     schemas = [dict(tool) for tool in tools] or None
     for as_text in (False, True):  # some templates want the arguments of calls as text
-        given = [_with_arguments(message, as_text=as_text) for message in messages]
+        given = [with_arguments(message, as_text=as_text) for message in messages]
         try:
             return cast(
                 "str",
@@ -223,17 +211,6 @@ def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]
             if as_text or not any(message.get("tool_calls") for message in messages):
                 raise ModelError(f"the messages do not fit the model's chat template: {error}") from None
     raise AssertionError("the last one returns or raises")
-
-
-def _with_arguments(message: ChatMessage, *, as_text: bool) -> dict[str, object]:
-    """Return a message with the arguments of its calls as text in JSON, or as what that says."""
-    calls: list[object] = []
-    for call in _calls(message):
-        function = {**_function(call), "arguments": _arguments(call)}
-        if as_text:
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({"type": "function", **call, "function": function})
-    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _check_whole(messages: Sequence[ChatMessage], text: str) -> None:
@@ -252,5 +229,5 @@ def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
 
 
 def _essence(message: ChatMessage) -> tuple[object, ...]:
-    calls = [(_function(call).get("name"), _arguments(call)) for call in _calls(message)]
+    calls = [(call.name, call.arguments) for call in calls_of(message)]
     return message.get("role"), message.get("content") or "", message.get("tool_call_id"), calls

@@ -63,7 +63,13 @@ class Chat:
 
     def answered(self, asked: Dialogue, response: Sequence[int]) -> dict[str, object]:
         """Add what was sampled, and return what it says."""
-        message = read_answer(self._tokenizer, response, self._stop_tokens)
+        message = read_answer(
+            self._tokenizer,
+            response,
+            stop_tokens=self._stop_tokens,
+            tools=asked.tools,
+            num_calls=asked.num_calls,
+        )
         self._dialogues.insert(0, asked.answered(response, message))
         return message
 

@@ -1,4 +1,4 @@
-"""A process that scores, as the driver sees it: started, asked, ended at a deadline.
+"""A process that scores, or runs an agent, as the driver sees it: started, asked, ended at a deadline.
 
 Owns: the process, its connection and its end. `worker.py` is the program in it.
 
@@ -26,10 +26,11 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Generic
 
-from rallypoint.environments.outcome import Failure, Outcome, RewardCall, is_ours, timed_out
+from rallypoint.environments.outcome import is_ours
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import DUMP_SIGNAL, Effort, Work, from_json
+from rallypoint.environments.worker import DUMP_SIGNAL, CallT, Effort, OutcomeT, Task
 from rallypoint.errors import RewardError
 
 _LOAD_TIMEOUT_S = 120.0
@@ -44,10 +45,10 @@ _LOOK_S = 0.1
 """Seconds between two looks whether a process that says nothing is there at all."""
 
 
-class Child:
+class Child(Generic[CallT, OutcomeT]):
     """One process, and the driver's end of its connection. Only one thread at a time uses it; any may `kill` it."""
 
-    def __init__(self, work: Work, log: Path | None) -> None:
+    def __init__(self, work: Task[CallT, OutcomeT], log: Path | None) -> None:
         """Start it; `load` comes next."""
         self._work, self._num_calls = work, 0
         self.wants = Wants()
@@ -99,7 +100,7 @@ class Child:
         """Whether it can be asked again, and was not asked as often as it may be."""
         return self.is_alive and (self._work.max_calls is None or self._num_calls < self._work.max_calls)
 
-    def ask(self, calls: Sequence[RewardCall]) -> tuple[list[Outcome], Effort | None]:
+    def ask(self, calls: Sequence[CallT]) -> tuple[list[OutcomeT], Effort | None]:
         """Return what became of calls that the function is given at once, and what that took.
 
         After a crash or a timeout it has ended, and what it took is None.
@@ -109,20 +110,20 @@ class Child:
             self._channel.send_bytes(pickle.dumps(calls))
             answer = self._receive(self._work.timeout_s + GRACE_S)
         except (EOFError, OSError):
-            died = self._death()
-            return [Failure("crashed", f"the process of the reward function {died}", self.end())] * len(calls), None
+            return self._ended(self._death(), calls)
         if answer is None:
             where = self._where()
             self.end()
-            return [timed_out(self._work.timeout_s, where)] * len(calls), None
+            return [self._work.timed_out(where)] * len(calls), None
         try:
             told = json.loads(answer)
             answered = zip(calls, told["outcomes"], strict=True)
-            return [from_json(each) for _, each in answered], Effort(**told["effort"])
+            return [self._work.read(each) for _, each in answered], Effort(**told["effort"])
         except (ValueError, TypeError, KeyError, AttributeError):  # it may write to its connection, or change `json`
-            return [Failure("crashed", "the process of the reward function gave no answer", self.end())] * len(
-                calls
-            ), None
+            return self._ended("gave no answer", calls)
+
+    def _ended(self, how: str, calls: Sequence[CallT]) -> tuple[list[OutcomeT], None]:
+        return [self._work.ended(f"the process of {self._work.WHOSE} {how}", self.end())] * len(calls), None
 
     def end(self) -> str:
         """End the process and what it has started; return where it was when it died of a fatal signal."""

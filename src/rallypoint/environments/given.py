@@ -135,7 +135,7 @@ def how_to_give_for_eval(spec: str) -> str:
 def giving(function: Callable[..., object]) -> Iterator[str]:
     """Yield the name under which configs may name a reward function as long as the block lasts."""
     called = _as_called(function)
-    with named(function, called, *_packed(called)) as spec:
+    with named(function, called, *packed(called)) as spec:
         yield spec
 
 
@@ -165,17 +165,19 @@ def named(
         del GIVEN[spec]
 
 
-def loaded(code: bytes, parameters: Mapping[str, object]) -> Callable[..., object]:
-    """Return a function that was sent to this process by its driver.
+def loaded(
+    code: bytes | None, parameters: Mapping[str, object], what: str = "the reward function"
+) -> Callable[..., object]:
+    """Return a function that was sent to this process by its driver; `what` it is, for messages.
 
     Raises:
         RewardError: it refers to what this process does not have.
     """
     try:
-        function = pickle.loads(code)
+        function = pickle.loads(code or b"")
     except Exception as error:
         raise RewardError(
-            f"the reward function cannot be loaded in a process of its own: {type(error).__name__}: {error}; define it "
+            f"{what} cannot be loaded in a process of its own: {type(error).__name__}: {error}; define it "
             "in the script or the notebook itself, or in a module that any process finds on sys.path"
         ) from error
     return functools.partial(function, **parameters) if parameters else function
@@ -262,7 +264,7 @@ def _as_called(function: Callable[..., object]) -> Callable[..., object]:
     )
 
 
-def _packed(function: Callable[..., object]) -> tuple[bytes | None, str]:
+def packed(function: Callable[..., object]) -> tuple[bytes | None, str]:
     """Return the pickle of a function with all that it refers to, or None and the reason."""
     try:
         import cloudpickle  # here, because a process that scores has nothing to send

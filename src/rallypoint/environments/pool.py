@@ -1,4 +1,4 @@
-"""A reward function at work, in processes that can be ended.
+"""A reward function, or an agent, at work, in processes that can be ended.
 
 Owns: how many processes there are, and which call goes to which. Must not know: batches, tensors. It needs the standard
 library only, so that a config can be checked with it before torch is there.
@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Generic
 
 from rallypoint.environments.child import Child
 from rallypoint.environments.futures import dealt
-from rallypoint.environments.outcome import Outcome, RewardCall
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import Effort, Work
+from rallypoint.environments.worker import CallT, Effort, OutcomeT, Task
 from rallypoint.errors import RewardError
 
 MAX_PROCESSES, MAX_WAITING = 16, 128
@@ -34,7 +34,7 @@ _STARTS_S = 5.0
 """Seconds of a core that the processes which start at once may take; each has a deadline, and calls wait for it."""
 
 
-def units(calls: Sequence[RewardCall], wants: Wants) -> list[Sequence[RewardCall]]:
+def units(calls: Sequence[CallT], wants: Wants) -> list[Sequence[CallT]]:
     """Cut calls into those that the function is given at once."""
     if wants.scope == "response":
         return [(call,) for call in calls]
@@ -90,7 +90,7 @@ def _automatic() -> Width:
     return Width(least, max(least, MAX_WAITING), memory_bytes() / 8)
 
 
-class Pool:
+class Pool(Generic[CallT, OutcomeT]):
     """A function in processes of its own; each call has a deadline.
 
     Consumes: calls. Produces: outcomes; whatever a call does to its process, the others are not affected. Waits for:
@@ -99,30 +99,41 @@ class Pool:
     A process is started when there is a call for it that may begin, and anew after one that was ended.
     """
 
-    def __init__(self, work: Work, *, num_processes: int | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        work: Task[CallT, OutcomeT],
+        *,
+        num_processes: int | None = None,
+        log: Path | None = None,
+        on_begin: Callable[[Sequence[CallT]], None] = lambda _: None,
+    ) -> None:
         """Take note of what to start.
 
         Args:
             work: the function, and its limits.
             num_processes: how many at most; None for one a core, up to 16, and up to 128 while calls mostly wait.
             log: receives what the function prints; None for standard error.
+            on_begin: called with calls when a process has taken them, in a thread of the pool.
         """
         self.wants = Wants()
         self._is_loaded = False
-        self._new = functools.partial(Child, work, log)
+        self._new: Callable[[], Child[CallT, OutcomeT]] = functools.partial(Child, work, log)
+        self._whose, self._on_begin = work.WHOSE, on_begin
         # The kernel ends a process with the thread that started it, so these threads live as long as the pool.
         self._width = Width(num_processes, num_processes) if num_processes else _automatic()
-        self._threads = ThreadPoolExecutor(self._width.most, "reward")
+        self._threads = ThreadPoolExecutor(self._width.most, self._whose.removeprefix("the ").partition(" ")[0])
         self._lock, self._loading = threading.Condition(), threading.Lock()
         """The first is told when a process is idle, or was started."""
         self._is_closed = False
-        self._asked: deque[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]]] = deque()
+        self._asked: deque[tuple[Future[Sequence[OutcomeT]], Sequence[CallT]]] = deque()
         self._num_at_work = 0
         """Threads that take calls from there."""
-        self._idle: list[Child] = []
-        self._starting: set[Child] = set()
+        self._idle: list[Child[CallT, OutcomeT]] = []
+        self._starting: set[Child[CallT, OutcomeT]] = set()
         self._num_starting, self._most_starting = 0, 1
-        self._busy: dict[Child, Busy] = {}
+        self._busy: dict[Child[CallT, OutcomeT], Busy] = {}
+        self._given_up: set[Future[Sequence[OutcomeT]]] = set()
+        """Calls under way whose processes are ended."""
 
     @property
     def num_at_once(self) -> int:
@@ -142,13 +153,31 @@ class Pool:
             self._idle.append(first)
             self._lock.notify_all()
 
-    def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
+    def submit(self, calls: Sequence[CallT]) -> list[Future[OutcomeT]]:
         """See `Grader.submit`; a call waits for a process that is free."""
-        asked = [(Future[Sequence[Outcome]](), unit) for unit in units(calls, self.wants)]
+        asked = [(Future[Sequence[OutcomeT]](), unit) for unit in units(calls, self.wants)]
         with self._lock:
             self._asked += asked
             self._staff()
         return [outcome for answer, unit in asked for outcome in dealt(answer, len(unit))]
+
+    def begin(self, call: CallT) -> Future[OutcomeT]:
+        """Have one call made; cancelling what is returned ends the process that works on it."""
+        answer = Future[Sequence[OutcomeT]]()
+        (outcome,) = dealt(answer, 1)
+        outcome.add_done_callback(lambda done: self._give_up(answer) if done.cancelled() else None)
+        with self._lock:
+            self._asked.append((answer, (call,)))
+            self._staff()
+        return outcome
+
+    def _give_up(self, answer: Future[Sequence[OutcomeT]]) -> None:
+        with self._lock:
+            if answer.running():
+                self._given_up.add(answer)
+            for child, busy in self._busy.items():
+                if busy.answer is answer:
+                    child.kill()
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
         """See `Grader.complain`."""
@@ -187,18 +216,21 @@ class Pool:
                 answer, calls = self._asked.popleft()
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(self._ask(calls))
+                    answer.set_result(self._ask(answer, calls))
                 except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
                     answer.set_exception(error)
 
-    def _ask(self, calls: Sequence[RewardCall]) -> Sequence[Outcome]:
+    def _ask(self, answer: Future[Sequence[OutcomeT]], calls: Sequence[CallT]) -> Sequence[OutcomeT]:
         child = self._take()
         with self._lock:
-            self._busy[child] = Busy(calls[0].name)
-            if self._is_closed:  # by a `close` that did not see this child, neither idle nor busy
+            self._busy[child] = Busy(calls[0].name, answer)
+            # By a `close`, or a cancellation, that did not see this child, neither idle nor busy.
+            if self._is_closed or answer in self._given_up:
                 child.kill()
+        self._on_begin(calls)
         outcomes, effort = child.ask(calls)
         with self._lock:
+            self._given_up.discard(answer)
             del self._busy[child]
             if child.may_be_asked and not self._is_closed:
                 self._idle.append(child)
@@ -210,12 +242,12 @@ class Pool:
                 self._staff()
         return outcomes
 
-    def _take(self) -> Child:
+    def _take(self) -> Child[CallT, OutcomeT]:
         """Return a process that waits for a call, or a new one once it may start."""
         with self._lock:
             self._lock.wait_for(lambda: self._is_closed or self._idle or self._num_starting < self._most_starting)
             if self._is_closed:
-                raise RewardError("the processes of the reward function were ended")
+                raise RewardError(f"the processes of {self._whose} were ended")
             if self._idle:
                 return self._idle.pop()
             self._num_starting += 1
@@ -226,7 +258,7 @@ class Pool:
                 self._num_starting -= 1
                 self._lock.notify_all()
 
-    def _start(self) -> Child:
+    def _start(self) -> Child[CallT, OutcomeT]:
         child = self._new()
         with self._lock:
             self._starting.add(child)
@@ -245,6 +277,7 @@ class Busy:
     """A call under way."""
 
     name: str
+    answer: Future[Any]
     since: float = dataclasses.field(default_factory=time.monotonic)
     num_warnings: int = 0
 

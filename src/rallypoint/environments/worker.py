@@ -1,16 +1,18 @@
-"""The program of a process that scores: it imports the user's file, answers calls, and ends with its driver.
+"""The program of a process that scores or runs an agent: it imports the file, answers calls, and ends with its driver.
 
-Consumes: what to do (`Work`), then calls, pickled. Produces: an answer to each, as JSON, since what comes
+Consumes: what to do (`Task`), then calls, pickled. Produces: an answer to each, as JSON, since what comes
 from here may one day be written by somebody who is not to be trusted. Waits for: the next call. Unblocked by: it, or
 by the end of the driver, which closes the connection; a worker that is busy then is ended by the kernel.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import faulthandler
 import json
+import math
 import os
 import pickle
 import resource
@@ -18,10 +20,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from rallypoint.environments.given import loaded
 from rallypoint.environments.outcome import (
@@ -33,9 +35,10 @@ from rallypoint.environments.outcome import (
     call_reward,
     is_ours,
     raised,
+    timed_out,
 )
-from rallypoint.environments.reward import load_reward, wants_of
-from rallypoint.errors import RewardError
+from rallypoint.environments.reward import Wants, load_reward, wants_of
+from rallypoint.errors import RewardError, UserCodeError
 from rallypoint.user_code import format_user_traceback
 
 if TYPE_CHECKING:
@@ -45,15 +48,36 @@ DUMP_SIGNAL = signal.SIGUSR2
 """Has a worker write where it is, from C and at once, whatever its interpreter does."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Work:
-    """The function that a process calls, and its limits."""
+class Call(Protocol):
+    """What a function is asked once."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """See `RewardCall.group`."""
+        ...
+
+
+CallT = TypeVar("CallT", bound=Call)
+OutcomeT = TypeVar("OutcomeT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(abc.ABC, Generic[CallT, OutcomeT]):
+    """The function that a process calls, and its limits; pickled, as it comes to the process."""
+
+    WHOSE: ClassVar[str]
+    """Name of the function in messages."""
 
     spec: str
     """`path/to/file.py:function`, or the name of one that ships."""
-    parameters: Mapping[str, object]
+    parameters: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Further arguments of it, by name."""
-    timeout_s: float
+    timeout_s: float = math.inf
     """Seconds that one call may take."""
     max_calls: int | None = None
     """Calls after which the process is replaced."""
@@ -61,6 +85,84 @@ class Work:
     """Address space that it may have."""
     code: bytes | None = dataclasses.field(default=None, repr=False)
     """The function itself, pickled, where Python gave it (`given.py`)."""
+
+    @abc.abstractmethod
+    def load(self) -> tuple[Callable[..., object], Wants]:
+        """Return the function, and what it is called with; in the process.
+
+        Raises:
+            RewardError, UserCodeError: it cannot be had, or called.
+        """
+
+    @abc.abstractmethod
+    def answer(
+        self,
+        function: Callable[..., object],
+        wants: Wants,
+        calls: Sequence[CallT],
+        wait: Callable[[Awaitable[object]], object],
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return what comes of calls, as JSON has it; in the process.
+
+        Args:
+            function: that was loaded.
+            wants: what it is called with.
+            calls: that it is given at once.
+            wait: what awaits the result of an async function.
+        """
+
+    @abc.abstractmethod
+    def read(self, answer: Mapping[str, Any]) -> OutcomeT:
+        """Return what an answer says."""
+
+    @abc.abstractmethod
+    def raised(self, error: BaseException) -> OutcomeT:
+        """Return what an exception of the function is."""
+
+    @abc.abstractmethod
+    def ended(self, reason: str, where: str) -> OutcomeT:
+        """Return what the end of its process is."""
+
+    @abc.abstractmethod
+    def timed_out(self, where: str) -> OutcomeT:
+        """Return what it is that it took too long."""
+
+
+class Work(Task[RewardCall, Outcome]):
+    """A reward function."""
+
+    WHOSE = "the reward function"
+
+    def load(self) -> tuple[Callable[..., object], Wants]:
+        """See `Task.load`."""
+        function = loaded(self.code, self.parameters) if self.code else load_reward(self.spec, self.parameters)
+        return function, wants_of(function)
+
+    def answer(
+        self,
+        function: Callable[..., object],
+        wants: Wants,
+        calls: Sequence[RewardCall],
+        wait: Callable[[Awaitable[object]], object],
+    ) -> Sequence[Mapping[str, Any]]:
+        """See `Task.answer`."""
+        return [as_json(outcome) for outcome in call_reward(function, calls, wants, wait)]
+
+    def read(self, answer: Mapping[str, Any]) -> Outcome:
+        """See `Task.read`."""
+        return from_json(answer)
+
+    def raised(self, error: BaseException) -> Outcome:
+        """See `Task.raised`."""
+        return raised(error)
+
+    def ended(self, reason: str, where: str) -> Outcome:
+        """See `Task.ended`."""
+        return Failure("crashed", reason, where)
+
+    def timed_out(self, where: str) -> Outcome:
+        """See `Task.timed_out`."""
+        return timed_out(self.timeout_s, where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,27 +199,26 @@ def main(connection: int, dump: int, driver: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    work: Work = pickle.loads(channel.recv_bytes())
+    work: Task[Any, Any] = pickle.loads(channel.recv_bytes())
     _limit_memory(work.max_memory_gib)
     try:
-        function = loaded(work.code, work.parameters) if work.code else load_reward(work.spec, work.parameters)
-        wants = wants_of(function)
-    except RewardError as error:
+        function, wants = work.load()
+    except (RewardError, UserCodeError) as error:
         return _answer(channel, {"problem": str(error)})
     _answer(channel, dataclasses.asdict(wants))
     wait = Wait(work.timeout_s)
     pid = os.getpid()
     while True:
-        calls: Sequence[RewardCall] = pickle.loads(channel.recv_bytes())
+        calls: Sequence[Any] = pickle.loads(channel.recv_bytes())
         before = _clocks()
         try:
-            outcomes = call_reward(function, calls, wants, wait)
+            answers = work.answer(function, wants, calls, wait)
         except BaseException as error:  # noqa: BLE001 - also SystemExit, KeyboardInterrupt: it is this rollout's
-            outcomes = [raised(error)] * len(calls)
+            answers = [dataclasses.asdict(work.raised(error))] * len(calls)
         if os.getpid() != pid:
             os._exit(0)  # a fork that came back from the function
         effort = dataclasses.asdict(_effort(before, _clocks()))
-        _answer(channel, {"outcomes": [as_json(outcome) for outcome in outcomes], "effort": effort})
+        _answer(channel, {"outcomes": answers, "effort": effort})
 
 
 def _clocks() -> tuple[float, float]:
@@ -156,7 +257,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return dataclasses.asdict(outcome)
 
 
-def from_json(answer: dict[str, Any]) -> Outcome:
+def from_json(answer: Mapping[str, Any]) -> Outcome:
     """Return the outcome of an answer.
 
     >>> from_json(as_json(Failure("raised", "the reward function raised ValueError: x")))

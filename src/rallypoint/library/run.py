@@ -18,6 +18,7 @@ from rallypoint.run.folder import RunFolder, named_run
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.rollouts import read_rollouts
+from rallypoint.sampling.traces import trace_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,6 +107,18 @@ class Run:
             RunFolderError: there are none of that step (`tracking.rollouts_gib`).
         """
         return read_rollouts(self.folder, step, "validation" if validation else "step")
+
+    def traces(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
+        """Return the same rollouts as training traces of OpenEnv (version 1), which other trainers read.
+
+        Args:
+            step: as of `rollouts`.
+            validation: likewise.
+
+        Raises:
+            RunFolderError: see `rollouts`.
+        """
+        return [trace_of(row) for row in self.rollouts(step, validation=validation)]
 
     def curve(self) -> Picture:
         """Draw reward and validation score.

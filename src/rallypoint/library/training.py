@@ -18,6 +18,7 @@ from rich.console import Console
 from rallypoint.config import RECIPES, TrainerConfig, declare, read
 from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
+from rallypoint.environments.agents import Agent, giving_agent
 from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import giving_episode
 from rallypoint.errors import ConfigError, ModelError, RallyError
@@ -30,6 +31,7 @@ from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.recipes.use import find_trained
 from rallypoint.run.folder import RunFolder
+from rallypoint.user_code import own_signature
 
 ResultT = TypeVar("ResultT")
 
@@ -100,7 +102,7 @@ def train(
     data: Data | None = None,
     validation: Data | None = None,
     reward: Rewards | None = None,
-    episode: str | Episode | None = None,
+    episode: str | Episode | Agent | None = None,
     config: Mapping[str, object] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     resume: bool = False,
@@ -120,7 +122,7 @@ def train(
         data: files, or rows: dicts with a `prompt`, and columns that the reward function names.
         validation: the same, for prompts that are never trained on.
         reward: a function, its name, or several functions, whose scores are added up.
-        episode: an async function that samples a rollout in several turns, or its name; None: a single turn.
+        episode: an episode or an agent, which samples a rollout in several turns, or its name; None: a single turn.
         config: any other keys, dotted or as sections: {"kl": None, "rollout.top_p": 0.9}.
         callbacks: called after each step, in their order; one that raises ends the run.
         resume: whether to go on from the newest checkpoint.
@@ -266,11 +268,13 @@ def _rewards(specs: str | Mapping[str, str] | None) -> dict[str, object]:
     }
 
 
-def _episodes(episode: str | Episode | None, stack: contextlib.ExitStack) -> dict[str, object]:
+def _episodes(episode: str | Episode | Agent | None, stack: contextlib.ExitStack) -> dict[str, object]:
     """Return the key that names the episode; a function has a name until the stack is left."""
-    if episode is None:
-        return {}
-    return {"rollout.episode": episode if isinstance(episode, str) else stack.enter_context(giving_episode(episode))}
+    if episode is None or isinstance(episode, str):
+        return {} if episode is None else {"rollout.episode": episode}
+    if next(iter(own_signature(episode).parameters), "") == "base_url":
+        return {"rollout.episode": stack.enter_context(giving_agent(cast("Agent", episode)))}
+    return {"rollout.episode": stack.enter_context(giving_episode(cast("Episode", episode)))}
 
 
 def _material(

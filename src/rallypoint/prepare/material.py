@@ -30,6 +30,7 @@ from rallypoint.data import (
     load_dataset,
 )
 from rallypoint.data.template import CLOCK, hold_clock
+from rallypoint.environments.agents import is_agent
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.grader import probe_rewards
 from rallypoint.environments.reward import opens_sandbox
@@ -346,7 +347,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
     if config.rollout.episode is not None:
-        lines.append(f"episode        {config.rollout.episode}, which could be imported")
+        where = "is imported in its processes" if is_agent(config.rollout.episode) else "could be imported"
+        lines.append(f"episode        {config.rollout.episode}, which {where}")
     return (*filter(None, lines), *_first_row(found), *found.notes)
 
 

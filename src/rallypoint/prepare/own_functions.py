@@ -17,6 +17,7 @@ from rallypoint.algorithms import OwnAdvantage, OwnObjective
 from rallypoint.config import RewardConfig, RunConfig
 from rallypoint.config.recipes import find_episode_clashes
 from rallypoint.config.sections.material import RewardFunctionConfig
+from rallypoint.environments.agents import is_agent
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.episodes import find_misfit, load_episode, name_of
 from rallypoint.environments.given import how_to_give_for_eval, is_given
@@ -41,29 +42,34 @@ def own_function(config: RunConfig, section: str) -> Callable[[Any], Any]:
 
 
 def own_episode(config: RunConfig) -> Episode | None:
-    """Return the episode that a config names; None where a rollout has a single turn.
+    """Return the episode that a config names; None where a rollout has a single turn, or an agent makes it.
 
     Raises:
         ConfigError: it cannot be loaded, or is no episode.
     """
     spec = config.rollout.episode
     try:
-        return None if spec is None else load_episode(spec)
+        return None if spec is None or is_agent(spec) else load_episode(spec)
     except UserCodeError as error:
         raise ConfigError((f"rollout.episode={spec!r}: {error}",)) from None
 
 
-def episode_of(config: RunConfig, given: Episode | None) -> Episode:
+def episode_of(config: RunConfig, given: Episode | None, agents: Episode | None = None) -> Episode:
     """Return how rollouts are sampled: as a recipe gives it, else as the config names it, else in a single turn.
+
+    Args:
+        config: of the run.
+        given: by the recipe, if it is.
+        agents: what runs the agent that the config names, if it does.
 
     Raises:
         ConfigError: there are two, the recipe's is no episode, or it does not go with the config.
     """
-    named = own_episode(config)
+    named = own_episode(config) or agents
     if given is None:
         return named or single_turn
     problems: list[str] = []
-    if named is not None:
+    if config.rollout.episode is not None:
         problems.append(
             f"rollout.episode={config.rollout.episode}: the recipe {config.recipe} has an episode of its own"
         )

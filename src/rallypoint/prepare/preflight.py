@@ -34,6 +34,7 @@ from rallypoint.config.shape import shape_of
 from rallypoint.data.digits import make_task
 from rallypoint.data.files import check_dataset_rows
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
+from rallypoint.environments.agents import check_agent_spec, is_agent
 from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import NEEDS, check_reward_spec
 from rallypoint.errors import ConfigError, DataError, EngineError, RunFolderError, ScheduleError
@@ -99,10 +100,11 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             f"cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
             is_local=True,
         )
-    if config.rollout.serve is not None:
-        for name in ("starlette", "uvicorn"):
+    episode = config.rollout.episode if config.rollout.episode and is_agent(config.rollout.episode) else None
+    for key, value in (("rollout.serve", config.rollout.serve), ("rollout.episode", episode)):
+        for name in ("starlette", "uvicorn") if value is not None else ():
             if (problem := find_unusable(name, "serve")) is not None:
-                yield Problem(("rollout.serve",), f"rollout.serve={config.rollout.serve} {problem}", is_local=True)
+                yield Problem((key,), f"{key}={value} {problem}", is_local=True)
     if config.rollout.engine in BUILDS:
         try:
             find_engine(config.rollout.engine)
@@ -128,7 +130,8 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
             lacks = one.function in NEEDS and find_unusable(*NEEDS[one.function]) is not None
             yield Problem((key,), f"{key}={one.function!r}: {problem}", is_local=lacks or not _is_here(one.function))
     episode = config.rollout.episode
-    if episode is not None and (problem := check_episode_spec(episode)) is not None:
+    check = check_agent_spec if episode is not None and is_agent(episode) else check_episode_spec
+    if episode is not None and (problem := check(episode)) is not None:
         yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):

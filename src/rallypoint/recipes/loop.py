@@ -23,6 +23,7 @@ from rallypoint.cpu.threads import few_threads
 from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found
+from rallypoint.environments.agents import is_agent
 from rallypoint.environments.grader import open_grader
 from rallypoint.journal import (
     CheckpointSaved,
@@ -58,6 +59,7 @@ from rallypoint.sampling.group import AbandonedError
 from rallypoint.types import merge
 
 if TYPE_CHECKING:
+    from rallypoint.recipes.agents import Agents
     from rallypoint.recipes.endpoint import Endpoint
 
 _NUM_SHOWN = 8
@@ -160,7 +162,11 @@ async def _train(
                 at_end.add(rendezvous.close, after=runtime.shutdown)  # workers renew their leases there
             shared = SharedFolder.marked(folder.path)
             placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
-            setup = Setup(placement, material, grader, journal)
+            agents = _agents(config, folder, material)
+            if agents is not None:
+                at_end.add(agents.close)
+                await agents.open()
+            setup = Setup(placement, material, grader, journal, agents)
             recipe = await page_of(config).create(setup)
             record = await recording
             journal.append(InputsRead(files=record.inputs))
@@ -200,6 +206,15 @@ def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoin
     from rallypoint.recipes.endpoint import Endpoint
 
     return Endpoint(config.rollout.serve, folder, journal)
+
+
+def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents | None:
+    """Take what the run's agents need, if it has some; only then the server is imported."""
+    if config.rollout.episode is None or not is_agent(config.rollout.episode):
+        return None
+    from rallypoint.recipes.agents import Agents
+
+    return Agents(config, folder, material)
 
 
 async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:

@@ -12,7 +12,7 @@ import importlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -54,8 +54,11 @@ from rallypoint.sampling.source import Prompts, RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 
+if TYPE_CHECKING:
+    from rallypoint.recipes.agents import Agents
+
 _NOT_EXACT = (
-    "rollout.episode: turns are sampled beside others as they come, so two runs with one seed may differ by rounding; "
+    "turns of episodes are sampled beside others as they come, so two runs with one seed may differ by rounding; "
     "with rollout.exact=true they do not"
 )
 
@@ -81,6 +84,8 @@ class Setup:
     grader: Grader
     journal: Journal
     """The journal of the run; its `say` appends a line for the user."""
+    agents: Agents | None = None
+    """What runs the agent that the config names, if it does."""
 
     @property
     def config(self) -> RunConfig:
@@ -96,7 +101,7 @@ class Setup:
         Raises:
             ConfigError: it is no episode, or the config has another one, or over-samples.
         """
-        episode = episode_of(self.config, episode)
+        episode = episode_of(self.config, episode, self.agents)
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"

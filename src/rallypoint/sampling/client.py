@@ -93,7 +93,7 @@ class EpisodeClient:
         self._is_full = False
         self.num_tool_calls, self.num_tool_errors = 0, 0
         """See `Trajectory`."""
-        self._time: OwnTime | None = None
+        self.own_time: OwnTime | None = None
         """Seconds of the episode; None before it has begun, and once it is over."""
         self._asking = set[asyncio.Task[object]]()
         """Whatever parts of the episode wait for a response."""
@@ -118,7 +118,7 @@ class EpisodeClient:
         Raises:
             RallyError: the role that samples has failed, and not on this rollout alone.
         """
-        self._time = time = OwnTime(self._terms.limits)
+        self.own_time = time = OwnTime(self._terms.limits)
         running = asyncio.create_task(self._end_of(episode, time))
         try:
             await Ending(running, time.is_over)
@@ -129,7 +129,7 @@ class EpisodeClient:
             else:
                 found = running.result()
         finally:
-            self._time = None
+            self.own_time = None
             own_s = time.stop()
             for each in self._asking:
                 each.cancel()
@@ -153,7 +153,7 @@ class EpisodeClient:
             found = await called(episode, self._prompt, self)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
             return failure_of(error, is_of_engine=any(error is each for each in self._engine_errors))
-        result = self._terms.results.read(found, self._calls)
+        result = found if isinstance(found, EpisodeFailed) else self._terms.results.read(found, self._calls)
         if not self._is_full or isinstance(result, EpisodeFailed):
             return result
         return dataclasses.replace(
@@ -175,7 +175,7 @@ class EpisodeClient:
         temperature: float | None = None,
     ) -> Turn:
         """See `Client.sample`."""
-        if self._asking and self._time is not None:
+        if self._asking and self.own_time is not None:
             raise EpisodeError(
                 f"{self}: client.sample was called while it samples another turn of the same rollout, but a turn "
                 "continues the one before; await it first"
@@ -215,13 +215,13 @@ class EpisodeClient:
         return self._chat.answered(asked, turn.response)
 
     def _begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
-        if self._time is None:
+        if self.own_time is None:
             raise EpisodeError(f"{self}: the client was asked after the end of the episode, or after its deadline")
         return self._calls.begin(tokens, parent=parent, number=number)
 
     async def _ask(self, call: Call, params: SamplingParams) -> Turn:
         """Have a call sampled."""
-        time, task = self._time, asyncio.current_task()
+        time, task = self.own_time, asyncio.current_task()
         assert time is not None, "`_begin` has looked"
         assert task is not None, "an episode is one"
         request = self._request(call, params)

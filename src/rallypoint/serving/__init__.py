@@ -9,5 +9,20 @@ from rallypoint.serving.codec import Codec
 from rallypoint.serving.connections import Deadlines
 from rallypoint.serving.handlers import Model
 from rallypoint.serving.server import Server, bind, is_loopback
+from rallypoint.serving.sessions import Served, Session, Sessions, make_sessions_app
 
-__all__ = ["Access", "Bridge", "Codec", "Deadlines", "Model", "Server", "bind", "is_loopback", "make_app"]
+__all__ = [
+    "Access",
+    "Bridge",
+    "Codec",
+    "Deadlines",
+    "Model",
+    "Served",
+    "Server",
+    "Session",
+    "Sessions",
+    "bind",
+    "is_loopback",
+    "make_app",
+    "make_sessions_app",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import time
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, GenerationError, RallyError
@@ -107,8 +108,8 @@ def make_app(model: Model, access: Access) -> Starlette:
         return respond(card)
 
     limits = access.max_body_bytes, access.patience_s
-    app = Starlette(
-        routes=[
+    return with_errors(
+        [
             Route("/", page),
             Route("/health", health),
             Route("/v1/models", models),
@@ -117,9 +118,14 @@ def make_app(model: Model, access: Access) -> Starlette:
             Route("/v1/completions", SamplingRoute(model, CompletionRequest, *limits), methods=["POST"]),
             Route("/inference/v1/generate", SamplingRoute(model, GenerateRequest, *limits), methods=["POST"]),
         ],
-        middleware=[Middleware(Guard, access=access)],
-        exception_handlers={HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug},
+        [Middleware(Guard, access=access)],
     )
+
+
+def with_errors(routes: Sequence[BaseRoute], middleware: Sequence[Middleware] = ()) -> Starlette:
+    """Return an application in which every error is a status with a JSON body."""
+    handlers = {HTTPException: _on_http, RallyError: _on_error, Exception: _on_bug}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # many clients would not send their body again
     return app
 

@@ -33,7 +33,7 @@ from rallypoint.serving.requests import (
 )
 from rallypoint.serving.responses import JSON, Shape, error_body
 
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # some proxies collect events otherwise
@@ -99,8 +99,8 @@ class SamplingRoute(Generic[RequestT]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a request, sample, and answer, unless the client disconnects first."""
         with contextlib.suppress(ClientDisconnect):
-            body = await _read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
-            await _while_connected(receive, self._answer(read_request(self._kind, body), scope, receive, send))
+            body = await read_body(Call(scope, receive), self._max_body_bytes, self._patience_s)
+            await while_connected(receive, self._answer(read_request(self._kind, body), scope, receive, send))
 
     async def _answer(self, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
@@ -176,7 +176,7 @@ def respond(body: JSON, status: int = 200, headers: dict[str, str] | None = None
     return Response(_dump(body), status, headers, media_type="application/json")
 
 
-async def _read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -203,7 +203,7 @@ async def _read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
     return bytes(body)
 
 
-async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
     """Do some work, and cancel it when the client disconnects."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -269,7 +269,7 @@ async def _stream(
     send: Send, shape: Shape, choices: Sequence[Choice], outputs: AsyncIterator[list[tuple[int, Output]]]
 ) -> None:
     """Send outputs as events while they arrive; an error is the last one."""
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
     has_begun: set[int] = set()
     version = 0
     try:
@@ -282,19 +282,20 @@ async def _stream(
                 delta, version = choices[index].add(own), own[-1].version
                 shows = delta.text or delta.finish_reason or shape.has_token_ids or shape.has_logprobs
                 if shows or index not in has_begun:
-                    events.append(_event(shape.chunk(delta, version, is_first=index not in has_begun)))
+                    events.append(event(shape.chunk(delta, version, is_first=index not in has_begun)))
                     has_begun.add(index)
             await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
         if shape.has_usage:
-            usage = _event(shape.last_chunk(sum(choice.num_tokens for choice in choices), version))
+            usage = event(shape.last_chunk(sum(choice.num_tokens for choice in choices), version))
             await send({"type": "http.response.body", "body": usage, "more_body": True})
         last = b"data: [DONE]\n\n"
     except RallyError as error:
-        last = _event(error_body(error))
+        last = event(error_body(error))
     await send({"type": "http.response.body", "body": last})
 
 
-def _event(body: JSON) -> bytes:
+def event(body: JSON) -> bytes:
+    """Return a body as an event of a stream."""
     return b"data: " + _dump(body) + b"\n\n"
 
 

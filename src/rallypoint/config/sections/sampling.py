@@ -104,7 +104,8 @@ class RolloutConfig(Section):
         None, help="journal.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
     )
     episode: str | None = key(
-        None, help="Async function that samples a rollout in several turns, file.py:function; null: one turn."
+        None,
+        help="Episode of (client, example) or agent of (base_url, api_key, example), file.py:function; null: one turn.",
     )
     turn_timeout_s: float = key(
         600.0, above=0, unit="s", help="An episode may take so long between two responses, its tools included."

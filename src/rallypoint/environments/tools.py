@@ -1,0 +1,219 @@
+"""Tools: typed Python functions that the policy may call.
+
+Owns: their schemas, and what becomes of a call. Must not know: models, how a call was spelled.
+
+    def add(a: int, b: int) -> int:
+        \"\"\"Add two numbers.\"\"\"
+        return a + b
+
+    async def episode(client, example):
+        tools = Tools(add)
+        answer = await client.chat(tools=tools)
+        while results := await tools.results(answer):
+            answer = await client.chat(results)
+        return {"reward": float(str(example.ground_truth) in answer["content"]), **tools.metrics}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast, get_type_hints, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from rallypoint.data import ChatMessage
+from rallypoint.data.tool_formats import calls_of
+from rallypoint.errors import RallyError, UserCodeError, first_line
+from rallypoint.user_code import own_signature
+
+_MAX_SHOWN = 3
+"""Misfits of a call's arguments that are said."""
+
+
+class Tools(Sequence[ChatMessage]):
+    """Functions as OpenAI's function schemas; `results` calls those that an answer asks for."""
+
+    def __init__(self, *functions: Callable[..., object]) -> None:
+        """Describe functions by their signatures and docstrings; they may be async, and others run in threads.
+
+        Raises:
+            UserCodeError: one cannot be described; the parameter is named.
+        """
+        self._tools = {tool.name: tool for tool in map(_described, functions)}
+        if len(self._tools) < len(functions):
+            raise UserCodeError(f"expected tools with different names, found {', '.join(self._tools)} for all of them")
+        self.num_calls = 0
+        """Calls so far, those with errors too."""
+        self.num_errors = 0
+        """Calls that could not be read, name no tool, do not fit its parameters, or raised."""
+
+    @overload
+    def __getitem__(self, index: int) -> ChatMessage: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChatMessage]: ...
+    def __getitem__(self, index: int | slice) -> ChatMessage | list[ChatMessage]:
+        """Return the schema of a tool."""
+        return [tool.schema for tool in self._tools.values()][index]
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was counted, by name."""
+        return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
+
+    async def results(self, answer: ChatMessage) -> list[dict[str, object]]:
+        """Call what an answer asks for, in its order, and return messages with the results; none if it calls nothing.
+
+        What a tool raises becomes its result, for the policy to read.
+
+        Raises:
+            RallyError: a tool raised one, such as EnvironmentFailedError: it costs the rollout.
+        """
+        results: list[dict[str, object]] = []
+        for call in calls_of(answer):
+            said = await self._call(str(call.name), call.arguments)
+            results.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": said})
+        for problem in cast("Sequence[str]", answer.get("malformed") or ()):
+            self.num_calls += 1
+            said = self._error(f"the call cannot be read: {problem}")
+            results.append({"role": "tool", "tool_call_id": "unreadable", "name": "unknown", "content": said})
+        return results
+
+    async def _call(self, name: str, arguments: object) -> str:
+        self.num_calls += 1
+        if (tool := self._tools.get(name)) is None:
+            return self._error(f"there is no tool {name!r}; expected one of {', '.join(self._tools)}")
+        try:
+            given = tool.checked(arguments)
+        except ValidationError as error:
+            misfits = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
+            return self._error("; ".join(misfits[:_MAX_SHOWN]))
+        try:
+            found = await tool.run(given)
+        except RallyError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything: the policy reads it
+            return self._error(f"{type(error).__name__}: {first_line(error)}")
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+    def _error(self, said: str) -> str:
+        self.num_errors += 1
+        return f"error: {said}"
+
+
+class _Tool:
+    """A function that was described."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+        self.name = str(getattr(function, "__name__", type(function).__name__))
+        about, said_of = _read_docstring(inspect.getdoc(function) or "")
+        if not about:
+            raise UserCodeError(f"the tool {self.name} has no docstring, which says what it does; give it one")
+        self._names: dict[str, str] = {}
+        fields: dict[str, Any] = {}
+        hints = _hints(function, self.name)
+        for number, (name, parameter) in enumerate(own_signature(function).parameters.items()):
+            fields[f"field_{number}"] = self._field(name, parameter, hints, said_of.get(name))
+            self._names[f"field_{number}"] = name  # a name of the user's may be one of pydantic's
+        config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+        self._model = cast("type[BaseModel]", create_model(self.name, __config__=config, **fields))
+        parameters = _without_titles(self._model.model_json_schema())
+        parameters.setdefault("properties", {})
+        self.schema: ChatMessage = {
+            "type": "function",
+            "function": {"name": self.name, "description": about, "parameters": parameters},
+        }
+
+    def _field(
+        self, name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], about: str | None
+    ) -> tuple[Any, Any]:
+        which = f"parameter {name!r} of the tool {self.name}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UserCodeError(f"{which} cannot be described: expected one that is given by name, found {parameter}")
+        if name not in hints:
+            raise UserCodeError(f"{which} has no type; expected one, such as {name}: int")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = Field(default, alias=name, description=about) if about else Field(default, alias=name)
+        try:
+            create_model(self.name, one=(hints[name], field)).model_json_schema()
+        except (PydanticUserError, TypeError) as error:
+            shown = inspect.formatannotation(hints[name])
+            raise UserCodeError(
+                f"{which} has the type {shown}, which cannot be described; expected one that JSON has, such as int, "
+                f"str or list[str]: {first_line(error).partition('. Set')[0]}"
+            ) from None
+        return hints[name], field
+
+    def checked(self, arguments: object) -> dict[str, object]:
+        """Return arguments as the function takes them.
+
+        Raises:
+            ValidationError: they do not fit.
+        """
+        values = self._model.model_validate(arguments)
+        return {name: getattr(values, field) for field, name in self._names.items()}
+
+    async def run(self, arguments: Mapping[str, object]) -> object:
+        """Call the function, in a thread if it is not async."""
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**arguments)
+        return await asyncio.to_thread(self._function, **arguments)
+
+
+@functools.lru_cache(maxsize=64)
+def _described(function: Callable[..., object]) -> _Tool:
+    if not callable(function) or isinstance(function, type):
+        raise UserCodeError(f"a tool is a function, found {function!r}")
+    return _Tool(function)
+
+
+def _hints(function: Callable[..., object], name: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(function, include_extras=True)
+    except (AttributeError, NameError, SyntaxError, TypeError) as error:
+        raise UserCodeError(f"a type of the tool {name} cannot be found: {type(error).__name__}: {error}") from None
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    r"""Return what a docstring says of a function, and of its parameters: in Google's form, or as `:param a:`.
+
+    >>> _read_docstring("Add.\n\nArgs:\n    a: one,\n        whole\n    b (int): two\n\nReturns:\n    c: 3")
+    ('Add.', {'a': 'one, whole', 'b': 'two'})
+    """
+    about, said = list[str](), dict[str, str]()
+    section, name, indent = "", "", 0
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        title = re.fullmatch(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*", line)
+        one = re.match(r"\s*:(param) (?:\w+ )?(\w+):\s*(.*)", line)
+        if one is None and section in ("Args", "Arguments", "Parameters") and not (name and depth > indent):
+            one = re.match(r"(\s+)(\w+)(?: \([^)]*\))?:\s*(.*)", line)
+        if title:
+            section, name = title[1], ""
+        elif one:
+            section, (name, said[one[2]]), indent = section or one[1], (one[2], one[3]), depth
+        elif name and depth > indent:
+            said[name] = f"{said[name]} {line.strip()}"
+        elif not section:
+            about.append(line)
+    return "\n".join(about).strip(), said
+
+
+def _without_titles(schema: object) -> Any:
+    """Return a schema without the titles that pydantic adds, which say nothing new."""
+    if isinstance(schema, Mapping):
+        fields = cast("Mapping[str, object]", schema)
+        kept = (name for name, one in fields.items() if name != "title" or not isinstance(one, str))
+        return {name: _without_titles(fields[name]) for name in kept}
+    if isinstance(schema, list):
+        return [_without_titles(one) for one in cast("list[object]", schema)]
+    return schema

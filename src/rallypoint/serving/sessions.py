@@ -1,0 +1,342 @@
+"""Sessions: rollouts whose calls come over HTTP, each under an address and a key of its own.
+
+Owns: which sessions there are, which conversation a call continues, and what an answer says. Must not know:
+what samples, processes, what a rollout is for.
+
+A call whose messages begin with what was said continues the tokens of that; any other begins anew. The answer to a
+message is never encoded again (`data/dialogue.py`). Calls may run at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import hmac
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar, cast
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint.data import Dialogue, Message
+from rallypoint.environments.chat import Chat
+from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullError
+from rallypoint.generation import SamplingParams
+from rallypoint.serving.app import with_errors
+from rallypoint.serving.handlers import STREAM_HEADERS, event, read_body, respond, while_connected
+from rallypoint.serving.requests import ChatRequest, ClientRequest, GenerateRequest, RequestT, read_request
+from rallypoint.serving.responses import JSON, Delta, Shape
+from rallypoint.types import Turn
+
+ResultT = TypeVar("ResultT")
+
+_MOST_CALLS = 64
+"""Calls of one session at a time."""
+_ENDED = "this session has ended: its rollout is over, and nothing that is sampled now would be trained"
+
+
+class Caller(Protocol):
+    """Samples for a session, from any thread."""
+
+    def __call__(
+        self, tokens: Sequence[int], *, max_tokens: int | None, stop: Sequence[str], temperature: float | None
+    ) -> Future[Turn]:
+        """Have a response sampled, see `Client.call`; cancelling what is returned gives it up."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What all sessions of a run have in common."""
+
+    name: str
+    """Name by which agents ask for the model."""
+    tokenizer: PreTrainedTokenizerBase
+    """For sessions alone, as it is used in a thread."""
+    stop_tokens: tuple[int, ...]
+    """Each of them ends a response."""
+    max_tokens: int
+    """Tokens of a row."""
+
+
+class Session:
+    """The calls of one rollout."""
+
+    def __init__(self, key: str, call: Caller, params: SamplingParams, chat: Chat) -> None:
+        """Begin without calls.
+
+        Args:
+            key: under which it is found.
+            call: samples for it.
+            params: how its rollout is drawn.
+            chat: what was said in it.
+        """
+        self.key, self.call, self.params, self.chat = key, call, params, chat
+        self.failure: RallyError | None = None
+        """Why the newest call failed; None after one that did not."""
+        self.num_running = 0
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Count a call as long as the block lasts.
+
+        Raises:
+            EndpointError: there are too many.
+        """
+        if self.num_running >= _MOST_CALLS:
+            message = f"{self.num_running} calls of this session are under way, expected at most {_MOST_CALLS}"
+            raise EndpointError(429, f"{message}; try again", code="rate_limit_exceeded")
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+
+class Sessions:
+    """The sessions that are open, by their keys; opened and closed from any thread."""
+
+    def __init__(self, served: Served) -> None:
+        """Begin without any."""
+        self.served = served
+        self.thread = ThreadPoolExecutor(1, "dialogues")
+        """Encodes; see `Codec`."""
+        self._open: dict[str, Session] = {}
+        self._numbers, self._secret = itertools.count(1), secrets.token_bytes(32)
+
+    def open(
+        self, call: Caller, params: SamplingParams, tokens: tuple[int, ...], messages: Sequence[Message]
+    ) -> Session:
+        """Begin a session.
+
+        Args:
+            call: samples for it.
+            params: how its rollout is drawn.
+            tokens: of its prompt.
+            messages: likewise.
+        """
+        key = self._key_of(str(next(self._numbers)))
+        chat = Chat(self.served.tokenizer, self.served.stop_tokens, (tokens, messages))
+        self._open[key] = session = Session(key, call, params, chat)
+        return session
+
+    def close(self, session: Session) -> None:
+        """Refuse its calls from now on."""
+        self._open.pop(session.key, None)
+
+    def find(self, key: str) -> Session:
+        """Return an open session.
+
+        Raises:
+            EndpointError: it has ended, or there never was one.
+        """
+        if (session := self._open.get(key)) is not None:
+            return session
+        if hmac.compare_digest(key.encode(), self._key_of(key.partition("-")[0]).encode()):
+            raise EndpointError(410, _ENDED, code="session_ended")
+        raise EndpointError(401, "no session has this key; an agent is given its own", code="invalid_api_key")
+
+    def _key_of(self, number: str) -> str:
+        """Return the key of a session by its number, which nobody can guess."""
+        return f"{number}-{hmac.new(self._secret, number.encode(), hashlib.sha256).hexdigest()[:32]}"
+
+
+class SessionRoute(Generic[RequestT]):
+    """A route on which sessions are sampled, as an ASGI application."""
+
+    def __init__(self, sessions: Sessions, kind: type[RequestT], max_body_bytes: int, patience_s: float) -> None:
+        """Answer requests of at most `max_body_bytes`, which must arrive within `patience_s` seconds."""
+        self._sessions, self._kind, self._limits = sessions, kind, (max_body_bytes, patience_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a request, sample, and answer, unless the client disconnects first."""
+        with contextlib.suppress(ClientDisconnect):
+            session = _session_of(self._sessions, scope)
+            body = await read_body(Request(scope, receive), *self._limits)
+            asked = read_request(self._kind, body)
+            _check_name(asked.model, self._sessions.served.name)
+            _check_fields(asked, session.params)
+            await while_connected(receive, self._answer(session, asked, scope, receive, send))
+
+    async def _answer(self, session: Session, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
+        with session.calling():
+            try:
+                dialogue, turn = await self._sampled(session, asked)
+                session.failure = None
+            except RallyError as error:
+                session.failure = error
+                raise _refusal(error) from error
+        message: dict[str, object] = {}
+        if dialogue is not None:
+            message = await self._encoded(session.chat.answered, dialogue, turn.response)
+            # As it is kept, too: what the client has read is what it will send.
+            message["content"] = _until(str(message["content"] or ""), asked.stop_strings)
+        served = self._sessions.served
+        written = _Written(asked, session.params, served, dialogue, turn, message)
+        if not asked.stream:
+            await respond(written.whole())(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        body = b"".join([*map(event, written.events()), b"data: [DONE]\n\n"])
+        await send({"type": "http.response.body", "body": body})
+
+    async def _sampled(self, session: Session, asked: RequestT) -> tuple[Dialogue | None, Turn]:
+        dialogue = None
+        if isinstance(asked, ChatRequest):
+            messages = [{"role": one.role, "content": one.text} for one in asked.messages]
+            dialogue = await self._encoded(functools.partial(session.chat.asked, is_whole=True), messages, ())
+        tokens = dialogue.tokens if dialogue is not None else cast("GenerateRequest", asked).token_ids
+        temperature = asked.temperature if "temperature" in asked.model_fields_set else None
+        sampled = session.call(tokens, max_tokens=asked.limit, stop=asked.stop_strings, temperature=temperature)
+        try:
+            return dialogue, await asyncio.wrap_future(sampled)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the client has gone
+            raise EndpointError(410, _ENDED, code="session_ended") from None
+
+    async def _encoded(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
+        """Have the thread of the tokenizer do some work."""
+        return await asyncio.get_running_loop().run_in_executor(self._sessions.thread, work, *arguments)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """The answer to a call, whole or in events."""
+
+    asked: ClientRequest
+    params: SamplingParams
+    served: Served
+    dialogue: Dialogue | None
+    turn: Turn
+    message: Mapping[str, object]
+
+    @property
+    def _shape(self) -> Shape:
+        prompt = self.dialogue.tokens if self.dialogue is not None else cast("GenerateRequest", self.asked).token_ids
+        return Shape(
+            kind="tokens" if self.dialogue is None else "chat",
+            model=self.served.name,
+            prompts=(tuple(prompt),),
+            num_samples=1,
+            has_logprobs=self.asked.wants_logprobs,
+            has_token_ids=self.asked.return_token_ids,
+            has_usage=self.asked.stream_options.include_usage,
+            token_text=lambda token: str(self.served.tokenizer.decode([token])),
+        )
+
+    @property
+    def _delta(self) -> Delta:
+        turn = self.turn
+        spans = turn.spans or ((turn.version, len(turn.response)),)
+        return Delta(
+            index=0,
+            text=str(self.message.get("content", "")),
+            tokens=turn.response,
+            logprobs=turn.logprobs,
+            sampled_logprobs=turn.sampled_logprobs,
+            versions=tuple(version for version, length in spans for _ in range(length)),
+            finish_reason="length" if turn.truncated else "stop",
+        )
+
+    def whole(self) -> JSON:
+        """Return the body of the answer."""
+        return self._shape.whole([self._delta])
+
+    def events(self) -> list[JSON]:
+        """Return it as the bodies of a stream: there is one answer by now, and the count of its tokens."""
+        shape, delta = self._shape, self._delta
+        usage = [shape.last_chunk(len(delta.tokens), self.turn.version)] if shape.has_usage else []
+        return [shape.chunk(delta, self.turn.version, is_first=True), *usage]
+
+
+def make_sessions_app(sessions: Sessions, *, max_body_bytes: int, patience_s: float = 60.0) -> Starlette:
+    """Return an application in which each session has an address, and which knows sessions by their keys, too."""
+    served = sessions.served
+    card: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "rallypoint"}
+    card = {**card, "max_model_len": served.max_tokens}
+
+    async def models(request: Request) -> Response:
+        _session_of(sessions, request.scope)
+        return respond({"object": "list", "data": [card]})
+
+    async def one_model(request: Request) -> Response:
+        _session_of(sessions, request.scope)
+        _check_name(request.path_params["name"], served.name)
+        return respond(card)
+
+    limits = max_body_bytes, patience_s
+    routes = [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/v1/chat/completions", SessionRoute(sessions, ChatRequest, *limits), methods=["POST"]),
+        Route("/inference/v1/generate", SessionRoute(sessions, GenerateRequest, *limits), methods=["POST"]),
+    ]
+    return with_errors([Mount("/sessions/{session}", routes=routes), *routes])
+
+
+def _session_of(sessions: Sessions, scope: Scope) -> Session:
+    """Return the session that a path names, or else a key."""
+    named = scope["path_params"].get("session")
+    return sessions.find(str(named or Headers(scope=scope).get("authorization", "").partition(" ")[2].strip()))
+
+
+def _check_name(name: str | None, served: str) -> None:
+    if name not in (None, served):
+        message = f"model {name!r} is not served here, only {served!r}"
+        raise EndpointError(404, message, param="model", code="model_not_found")
+
+
+def _check_fields(asked: ClientRequest, params: SamplingParams) -> None:
+    """Refuse what would sample a rollout in another way than it is trained.
+
+    Raises:
+        EndpointError: a field differs from the run's; the first one is named.
+    """
+    fixed = {
+        "n": 1,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "min_tokens": params.min_new_tokens,
+        "ignore_eos": False,
+    }
+    for name, value in fixed.items():
+        found = getattr(asked, name)
+        if name in asked.model_fields_set and found != value:
+            message = f"{name}: a rollout is sampled as the run says, with {value}; leave it out, found {found}"
+            raise EndpointError(400, message, param=name)
+    if further := sorted({*asked.stop_token_ids} - {*params.stop_tokens}):
+        message = (
+            f"stop_token_ids: expected some of {list(params.stop_tokens)}, which end responses here; found {further}"
+        )
+        raise EndpointError(400, message, param="stop_token_ids")
+
+
+def _refusal(error: RallyError) -> RallyError:
+    """Return what a client is told of an error of its call."""
+    if isinstance(error, RowFullError):
+        return EndpointError(400, str(error), param="messages", code="context_length_exceeded")
+    said = str(error).removeprefix("client.chat: ")
+    return EndpointError(400, said, param="messages") if isinstance(error, EpisodeError) else error
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of some strings.
+
+    >>> _until("one, two, three", ("three", "two"))
+    'one, '
+    """
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,220 @@
+"""Calls of tools as models of several families write them, in six spellings each, and what is none."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_templates import FAMILIES, make_tool_tokenizer
+
+from rallypoint.data import read_answer
+from rallypoint.data.tool_formats import format_of, harmony, llama, mistral, tagged, types_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "where": {"type": "string"},
+                    "far": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                    "all": {"type": "array"},
+                },
+            },
+        },
+    }
+]
+TYPES = types_of(TOOLS)
+WANTED = {"where": 'the "end" ü\n{}', "far": 1000.0, "all": [1, {"a": False}]}
+SPELLINGS = {
+    "as the template": lambda value: json.dumps(value, ensure_ascii=False),
+    "compact": lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":")),
+    "indented": lambda value: json.dumps(value, ensure_ascii=False, indent=2),
+    "escaped": json.dumps,
+    "in another order": lambda value: json.dumps(dict(reversed(value.items())), ensure_ascii=False),
+    "with an exponent": lambda value: json.dumps(value).replace("1000.0", "1e3"),
+}
+
+
+def in_json(key="arguments"):
+    return lambda spelled: spelled({"name": "look", key: WANTED})
+
+
+def bare(text):
+    return text[text.index(":") + 1 : text.rindex("}")].strip() if text.startswith("{") else text
+
+
+def apart(opening, middle, closing):
+    """Return what writes each argument by itself; text has no quotes there."""
+
+    def write(spelled):
+        values = json.loads(spelled(WANTED)).items()
+        texts = ((key, value if isinstance(value, str) else spelled({"": value})) for key, value in values)
+        return "".join(f"{opening}{key}{middle}{bare(text)}{closing}" for key, text in texts)
+
+    return write
+
+
+WRITTEN = {
+    "hermes": (tagged, lambda s: f"Well. <tool_call>\n{in_json()(s)}\n</tool_call>"),
+    "qwen3-coder": (
+        tagged,
+        lambda s: (
+            "Well. <tool_call>\n<function=look>\n"
+            + apart("<parameter=", ">\n", "\n</parameter>\n")(s)
+            + "</function>\n</tool_call>"
+        ),
+    ),
+    "glm4.5": (
+        tagged,
+        lambda s: (
+            "Well. <tool_call>look\n"
+            + apart("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")(s)
+            + "</tool_call>"
+        ),
+    ),
+    "llama": (llama, in_json("parameters")),
+    "mistral": (mistral, lambda s: f"Well. [TOOL_CALLS][{in_json()(s)}]"),
+    "devstral": (mistral, lambda s: f"Well. [TOOL_CALLS]look[ARGS]{s(WANTED)}"),
+    "gpt-oss": (
+        harmony,
+        lambda s: (
+            "<|channel|>commentary<|message|>Well. <|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.look <|constrain|>json<|message|>{s(WANTED)}<|call|>"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_call_says_the_same_in_every_spelling(family, spelling):
+    read, write = WRITTEN[family]
+    said = read(write(SPELLINGS[spelling]), TYPES)
+    assert said.calls == [("look", WANTED)]
+    assert (said.content, said.malformed) == ("" if family == "llama" else "Well. ", [])
+
+
+TWO = {
+    tagged: '<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b", "arguments": {"x": 1}}</tool_call>',
+    llama: '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": 1}}',
+    mistral: '[TOOL_CALLS][{"name": "a", "arguments": "{}"}, {"name": "b", "arguments": {"x": 1}, "id": "abcdefghi"}]',
+    harmony: "<|channel|>commentary to=functions.a<|message|>{}<|call|>"
+    '<|start|>assistant to=functions.b<|channel|>commentary<|message|>{"x": 1}<|call|>',
+}
+
+
+@pytest.mark.parametrize("read", TWO)
+def test_an_answer_may_have_several_calls(read):
+    said = read(TWO[read], {})
+    assert (said.calls, said.content, said.malformed) == ([("a", {}), ("b", {"x": 1})], "", [])
+
+
+def test_calls_of_the_new_form_of_mistral_may_follow_each_other():
+    text = '[TOOL_CALLS]a[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]b[ARGS]{"x": 1}'
+    assert mistral(text, {}).calls == [("a", {}), ("b", {"x": 1})]
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "told"),
+    [
+        (tagged, '<tool_call>{"name": "a", "arguments": {"x": 1</tool_call>', "expected JSON: "),
+        (tagged, '<tool_call>{"name": "a", "arguments": {', "expected JSON: .*; it has no </tool_call>"),
+        (tagged, '<tool_call>{"arguments": {}}</tool_call>', "expected the name of a tool as 'name', found"),
+        (tagged, '<tool_call>{"name": 3}</tool_call>', "expected the name of a tool as 'name', found"),
+        (tagged, '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "expected an object as the arguments of a"),
+        (tagged, '<tool_call>{"name": "a", "arguments": "x"}</tool_call>', "expected JSON"),
+        (tagged, '<tool_call>{"name": "a"} so</tool_call>', "expected nothing behind the JSON, found 'so'"),
+        (tagged, '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
+        (tagged, '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
+        (tagged, "<tool_call>" + '{"a":' * 100_000 + "</tool_call>", "more brackets than can be read"),
+        (tagged, f'<tool_call>{{"name": "a", "arguments": {{"x": {"9" * 5000}}}}}</tool_call>', "expected JSON: "),
+        (tagged, "<tool_call>look for it</tool_call>", "expected an object in JSON, .* or a name with <arg_key>"),
+        (tagged, "<tool_call></tool_call>", "the call has no name"),
+        (tagged, "<tool_call><function=a><parameter=x>1</tool_call>", "the call of a has no </function>"),
+        (
+            tagged,
+            "<tool_call><function=a><parameter=x>1</function></tool_call>",
+            "has 1 parameters, but 0 with a value",
+        ),
+        (tagged, "<tool_call>a<arg_key>x</arg_key><arg_value>1</tool_call>", "has 1 parameters, but 0 with a value"),
+        (llama, '{"name": "a", "parameters": ', "expected JSON: "),
+        (llama, '{"name": "a"} and {"name": "b"}', "expected JSON: "),
+        (mistral, "[TOOL_CALLS][1]", "expected an object with 'name' and 'arguments', found"),
+        (mistral, "[TOOL_CALLS]", "expected JSON: "),
+        (mistral, "[TOOL_CALLS]a[ARGS]{", "expected JSON: "),
+        (harmony, "<|channel|>commentary to=functions.a<|message|>so", "expected JSON: "),
+    ],
+)
+def test_what_is_no_call_is_malformed_and_stays_in_the_text(read, text, told):
+    said = read(text, {})
+    assert not said.calls
+    assert said.content.strip() == text.strip()
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError(said.malformed[0])
+
+
+def test_a_good_call_beside_a_malformed_one_is_read():
+    said = tagged('<tool_call>{"name": </tool_call> So: <tool_call>{"name": "a"}</tool_call>', {})
+    assert said.calls == [("a", {})]
+    assert said.content == '<tool_call>{"name": </tool_call> So: '
+    assert len(said.malformed) == 1
+
+
+def test_json_that_names_no_tool_is_an_answer_of_llama():
+    assert llama('{"answer": 4}', {}).content == '{"answer": 4}'
+
+
+def test_text_of_a_parameter_stays_text():
+    body = "<parameter=where>\n 12 \n</parameter><parameter=far>x</parameter>"
+    said = tagged(f"<tool_call><function=look>{body}</function></tool_call>", TYPES)
+    assert said.calls == [("look", {"where": " 12 ", "far": "x"})]
+
+
+MARKS = (
+    *("<tool_call>", "</tool_call>", '{"name": "a", "arguments": {', "}}", "<function=a>", "<parameter=x>"),
+    *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "[TOOL_CALLS]", "[ARGS]", "[", "<|message|>"),
+    *("<|channel|>analysis", "<|end|>", " to=functions.a", "<|python_tag|>", '"', "\\u12", "1e999", "\ud800", ";"),
+)
+pieces = st.sampled_from(MARKS)
+
+
+@pytest.mark.parametrize("read", [tagged, llama, mistral, harmony])
+@settings(max_examples=100, deadline=None)
+@given(st.lists(pieces | st.text(max_size=5), max_size=12).map("".join))
+def test_nothing_raises(read, text):
+    said = read(text, TYPES)
+    assert all(isinstance(arguments, dict) for _, arguments in said.calls)
+    assert said.malformed or said.calls or text.strip() in (said.content.strip(), "") or read is harmony
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_say_which_format_their_models_write(family):
+    wanted = {"llama3.1": llama, "mistral": mistral, "gpt-oss": harmony}.get(family, tagged)
+    assert format_of(FAMILIES[family][0]) is wanted
+
+
+def test_an_answer_is_a_message_with_its_calls():
+    tokenizer, stops = make_tool_tokenizer("qwen3")
+    text = 'So.\n</think>\n\nI look.<tool_call>{"name": "look", "arguments": {"where": "up"}}</tool_call><|im_end|>'
+    ids = tokenizer.encode("<think>\n" + text, add_special_tokens=False)
+    function = {"name": "look", "arguments": '{"where": "up"}'}
+    wanted = {"role": "assistant", "content": "I look.", "reasoning": "So."}
+    called = {"tool_calls": [{"id": "call00003", "type": "function", "function": function}]}
+    assert read_answer(tokenizer, ids, stop_tokens=stops, tools=TOOLS, num_calls=2) == wanted | called
+    untold = read_answer(tokenizer, ids, stop_tokens=stops)
+    assert "tool_calls" not in untold
+    assert untold["content"].startswith("I look.<tool_call>")
+
+
+def test_an_answer_of_gpt_oss_has_its_channels():
+    tokenizer, stops = make_tool_tokenizer("gpt-oss")
+    text = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert read_answer(tokenizer, ids, stop_tokens=stops) == {
+        "role": "assistant",
+        "content": "Four.",
+        "reasoning": "So.",
+    }
