@@ -11,6 +11,7 @@ from rallypoint.algorithms import (
     gae_advantages,
     group_relative_advantages,
     group_relative_token_advantages,
+    group_relative_turn_advantages,
     whiten,
 )
 from rallypoint.testing.cases import make_case
@@ -237,3 +238,32 @@ def test_wrong_shapes_are_errors_while_tests_run():
         gae_advantages(
             floats([1, 2]), floats([1, 2]), bools([True]), torch.tensor([0, 2]), discount=1.0, gae_lambda=1.0
         )
+
+
+def test_turns_climb_the_reward_of_all_turns_with_half_its_gradient_in_groups_of_two():
+    """Two turns of one token with two choices each, of which the second knows the first; every group is enumerated."""
+    logits = torch.tensor([[0.3, -0.2], [0.7, 0.1], [-0.4, 0.5]], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([[[1.0, 0.0], [1.0, 3.0]], [[0.5, 2.0], [0.5, -1.0]]], dtype=torch.float64)  # first, second
+    choices = list(itertools.product((0, 1), repeat=2))
+
+    def logprobs(first, second):
+        table = logits.log_softmax(-1)
+        return torch.stack([table[0, first], table[1 + first, second]])
+
+    expected = sum(logprobs(*choice).sum().exp() * rewards[choice].sum() for choice in choices)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    total = torch.zeros_like(logits)
+    for group in itertools.product(choices, repeat=2):
+        said = torch.cat([logprobs(*choice) for choice in group])
+        advantages = group_relative_turn_advantages(
+            torch.cat([torch.stack([x, torch.zeros(()), y]) for x, y in (rewards[choice] for choice in group)]),
+            torch.tensor([True, False, True] * 2),
+            torch.tensor([0, 3, 6]),
+            torch.tensor([7, 7]),
+            normalize_std=False,
+            discount=1.0,
+        )[torch.tensor([0, 2, 3, 5])]
+        probability = said.detach().sum().exp()
+        (gradient,) = torch.autograd.grad((said * advantages).sum() / 2, logits)
+        total += probability * gradient
+    torch.testing.assert_close(total, wanted / 2)
