@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_templates import QWEN3, make_chat_tokenizer
 from docs_blocks import blocks
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
@@ -242,3 +243,30 @@ def test_a_run_that_samples_sequences_ahead_is_repeated_to_the_bit_by_its_schedu
     again = run_with(name="again", config={**ahead, **schedule}, **options)
     assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(first.folder))
     assert [row["response_ids"] for row in again.rollouts(3)] == [row["response_ids"] for row in first.rollouts(3)]
+
+
+def test_the_class_of_the_docs_trains_in_messages_with_a_reward_for_each_turn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (example,) = [block for block in blocks("rollouts", "python") if "# game.py" in block]
+    Path("game.py").write_text(example)
+    make_tiny_model(tmp_path / "model", tokenizer=make_chat_tokenizer(QWEN3), max_positions=512)
+    run = rally.train(
+        "grpo",
+        model=tmp_path / "model",
+        data=[{"prompt": "Play.", "answer": str(number)} for number in range(4)],
+        episode="game.py:Guess",
+        num_prompts=2,
+        group_size=2,
+        num_steps=1,
+        max_response_tokens=160,
+        config={"cluster.runtime": "inline", "data.max_prompt_tokens": 64, "rollout.turn_timeout_s": 60},
+        display=False,
+    )
+    step = run.metrics[-1]
+    assert step["rollout/failed"] == 0
+    assert step["rollout/logprob_gap_max"] < 1e-4
+    rows = run.rollouts(1)
+    assert len(rows) == 4
+    for row in rows:
+        assert any(row["loss_mask"])
+        assert len(row["token_rewards"]) == len(row["response_ids"])

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from rallypoint.data.dataset import Example
 from rallypoint.environments.client import Client
+from rallypoint.environments.steps import Steps
 from rallypoint.types.trajectory import Trajectory
 
 
@@ -36,7 +37,9 @@ class Prompt:
 Result: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[float]] | Trajectory | None
 """What an episode returns: its reward, that of each turn, both with other numbers by name, turns of its client, or
 None to have the reward function score it; `sampling/episode_end.py` has the rules."""
-Episode: TypeAlias = Callable[[Prompt, Client], Awaitable[Result]] | Callable[[Client, Example], Awaitable[Result]]
+Episode: TypeAlias = (
+    Callable[[Prompt, Client], Awaitable[Result]] | Callable[[Client, Example], Awaitable[Result]] | type[Steps]
+)
 """Makes one rollout of a prompt: the turns of its client. It may wait for anything; other episodes continue meanwhile.
 If it raises, takes too long, or returns something else, its rollout is left out and counted. Which arguments it takes
 says the name of the first: `client`, or anything else."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
+from rallypoint.environments.steps import find_misfit_of_class, play
 from rallypoint.errors import UserCodeError
 from rallypoint.user_code import UserFunction, is_written_async, own_signature, split, written_signature
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rallypoint.environments.environment import Episode, Prompt
 
 _EXPECTED = "expected an async function of (client, example) or (prompt, client)"
+_OR_CLASS = f"{_EXPECTED}, or a class with reset(example) and step(message)"
 
 
 @contextlib.contextmanager
@@ -41,7 +43,7 @@ def check_episode_spec(spec: str) -> str | None:
     if signature is None:
         return None
     if not is_written_async(path, name):
-        return f"{_EXPECTED}, found {name}, which is not async"
+        return f"{_OR_CLASS}, found {name}, which is not async"
     return _find_misfit_of(signature)
 
 
@@ -62,14 +64,16 @@ def find_misfit(function: object) -> str | None:
 
     >>> async def episode(prompt, client): ...
     >>> def plain(prompt, client): ...
-    >>> find_misfit(episode), find_misfit(plain)
-    (None, 'expected an async function of (client, example) or (prompt, client), found plain, which is not async')
+    >>> find_misfit(episode), "found plain, which is not async" in find_misfit(plain)
+    (None, True)
     """
     name = name_of(function)
+    if isinstance(function, type) and (hasattr(function, "reset") or hasattr(function, "step")):
+        return find_misfit_of_class(function)
     if not callable(function) or isinstance(function, type):
-        return f"{_EXPECTED}, found {name}"
+        return f"{_OR_CLASS}, found {name}"
     if not inspect.iscoroutinefunction(inspect.unwrap(function)) and not _is_async_object(function):
-        return f"{_EXPECTED}, found {name}, which is not async"
+        return f"{_OR_CLASS}, found {name}, which is not async"
     return _find_misfit_of(own_signature(function))
 
 
@@ -87,6 +91,8 @@ def called(episode: Episode, prompt: Prompt, client: Client) -> Awaitable[object
     >>> running.cr_frame.f_locals, running.close()
     ({'client': 'the client', 'example': 'the example'}, None)
     """
+    if isinstance(episode, type):
+        return play(episode, prompt.example, client)
     function = cast("Callable[[object, object], Awaitable[object]]", episode)
     first = next(iter(own_signature(function).parameters), "")
     return function(client, prompt.example) if first == "client" else function(prompt, client)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.rollouts import StepRollouts
+from rallypoint.sampling.episode_task import BlockingWatch
 from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
@@ -109,6 +111,8 @@ class Setup:
         is_repeated = rollout.engine != "native" or rollout.exact or rollout.max_staleness  # or by its schedule
         if episode is not single_turn and not is_repeated:
             self.journal.say(_NOT_EXACT)
+        if episode is not single_turn:
+            BlockingWatch(self.journal.say, sys._current_frames)
         rollouts = await Rollouts.create(self.placement)
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if transport_name(self.config) is None:

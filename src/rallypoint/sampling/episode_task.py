@@ -1,7 +1,10 @@
 """The task of the event loop in which an episode runs: its end, and where it waits.
 
-Owns: that an episode which is given up holds up nothing, even if it swallows its cancellation. Must not know: clients,
-what an episode returns.
+Owns: that an episode which is given up holds up nothing, even if it swallows its cancellation, and that one which
+blocks the loop is told so. Must not know: clients, what an episode returns.
+
+A thread has the loop set an event now and then; if that takes long, it looks at what the loop's own thread is doing.
+Tokens and turns cost nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +12,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sysconfig
+import threading
+import time
 import traceback
 import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
 
 from rallypoint.sampling.episode_end import EpisodeFailed
 from rallypoint.types import Trajectory
 
 _HERE = os.path.dirname(__file__)
+_OURS = str(Path(__file__).parents[1])
+_CALLERS = tuple(os.path.join(_OURS, folder, "") for folder in ("sampling", "environments"))
+"""Our folders whose frames stand between the loop and an episode."""
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_WHAT_TO_DO = (
+    "all other episodes, and the requests for their next turns, waited for it. Await what takes time: "
+    "`await asyncio.to_thread(function, ...)` for a call that blocks, an async client for a service, a "
+    "ProcessPoolExecutor for computations; or write the episode as a class with `def step`, which has a thread"
+)
 _PASSES = 10
 """Passes of the event loop in which an episode that is cancelled ends."""
 _LEFT_BEHIND: set[asyncio.Task[Trajectory | EpisodeFailed]] = set()
@@ -65,3 +83,73 @@ def where(waiting: object) -> str:
         waiting = waiting.cr_await
     lines = "".join(traceback.StackSummary.extract(frames).format()).rstrip()
     return f"Traceback (most recent call last):\n{lines}" if lines else ""
+
+
+class BlockingWatch:
+    """Watches the event loop of its thread until that is closed."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        frames: Callable[[], Mapping[int, FrameType]],
+        *,
+        patience_s: float = 1.0,
+        settle_s: float = 30.0,
+    ) -> None:
+        """Begin to watch the running loop.
+
+        Args:
+            say: given a line for the user, from another thread.
+            frames: returns the innermost frame of each thread, `sys._current_frames`.
+            patience_s: seconds that the loop may be busy without a word, and seconds between two looks.
+            settle_s: seconds to wait for the end of what blocks before it is said, so that its duration can be.
+        """
+        self._loop, self._thread_id = asyncio.get_running_loop(), threading.get_ident()
+        self._say, self._frames, self._patience_s, self._settle_s = say, frames, patience_s, settle_s
+        self._told: set[CodeType] = set()
+        threading.Thread(target=self._work, name="blocking", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(self._patience_s)
+            beat, began = threading.Event(), time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(beat.set)
+            except RuntimeError:  # it is closed
+                return
+            while not beat.wait(self._patience_s) and not self._loop.is_closed():
+                self._look(beat, began)
+
+    def _look(self, beat: threading.Event, began: float) -> None:
+        frame = self._frames().get(self._thread_id)
+        if (found := blocking_frame(frame)) is None or found.f_code in self._told:
+            return
+        code, line = found.f_code, found.f_lineno
+        self._told.add(code)
+        del frame, found  # or what it holds would live as long as this waits
+        has_ended = beat.wait(self._settle_s)
+        seconds = f"{time.monotonic() - began:.1f} s" + ("" if has_ended else " so far")
+        self._say(f"{code.co_filename}:{line}, {code.co_name} blocked the event loop for {seconds}: {_WHAT_TO_DO}")
+
+
+def blocking_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of an episode's own code that does not return; None if something else is being done.
+
+    Args:
+        frame: the innermost of the loop's thread.
+    """
+    while frame is not None and _is_of_a_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_OURS):
+        return None
+    found, is_of_loop = frame, False
+    while (frame := frame.f_back) is not None and not is_of_loop:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS) and not file.startswith(_CALLERS):
+            return None
+        is_of_loop = file == asyncio.events.__file__
+    return found if is_of_loop else None
+
+
+def _is_of_a_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<")) and not file.startswith(_OURS)
