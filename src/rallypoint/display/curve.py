@@ -21,7 +21,7 @@ from rallypoint.journal import Change, RunBegan, config_changes, fold, read_jour
 from rallypoint.observability.numbers import counted, finite_mean
 from rallypoint.observability.spans import START, TIME_PREFIX, top_level
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, TIME, read_metrics
+from rallypoint.run.metrics_log import STEP, TIME, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.resume import is_free
 
@@ -72,7 +72,7 @@ def save_curve(folder: RunFolder) -> Path | None:
 
     Raises:
         DiskError: the disk is full or not writable.
-        RunFolderError: the metrics or the journal are damaged.
+        RunFolderError: the journal is damaged.
     """
     try:
         from matplotlib import font_manager
@@ -96,13 +96,13 @@ def draw_curve(folder: RunFolder) -> Figure:
     """Return the picture of a run.
 
     Raises:
-        RunFolderError: the metrics or the journal are damaged.
+        RunFolderError: the journal is damaged.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    records = read_metrics(folder.metrics)
-    resumes = list(_resumes(fold(entry.event for entry in read_journal(folder.journal)).starts))
+    entries = list(read_journal(folder.journal))
+    records, resumes = measurements(entries), list(_resumes(fold(entry.event for entry in entries).starts))
     words, small, course = _words_of(resumes), _small_panels(records), _course_of(records)
     height = _HEIGHT + _LINE * len(words)
     below = (0.06 + _LINE * len(words)) / height

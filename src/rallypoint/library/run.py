@@ -11,11 +11,12 @@ from rallypoint import checkpoint
 from rallypoint.config import RunConfig, TrainerConfig, load_config
 from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
+from rallypoint.journal import read_journal
 from rallypoint.model_files import is_adapter
 from rallypoint.recipes.use import find_trained
-from rallypoint.run import read_metrics, why_no_plot
+from rallypoint.run import why_no_plot
 from rallypoint.run.folder import RunFolder, named_run
-from rallypoint.run.metrics_log import STEP
+from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.rollouts import read_rollouts
 from rallypoint.sampling.traces import trace_of
@@ -149,8 +150,7 @@ class Run:
         return load_pair(str(self.folder if step is None else self.checkpoints[step]))
 
     def _records(self) -> list[dict[str, float]]:
-        file = RunFolder(self.folder).metrics
-        return read_metrics(file) if file.is_file() else []
+        return measurements(read_journal(RunFolder(self.folder).journal))
 
     def __repr__(self) -> str:
         scores = [record[VALIDATION] for record in self._records() if VALIDATION in record]

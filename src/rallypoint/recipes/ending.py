@@ -115,7 +115,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
         commands=commands,
     )
     return summary.measured(
-        folder.metrics,
+        folder.journal,
         predicted_memory_gib={memory.role: predicted.awake_memory(memory.role) / 2**30 for memory in predicted.memory},
         num_warmup_steps=config.num_warmup_steps,
         watched=config.watched,

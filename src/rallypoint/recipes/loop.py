@@ -46,7 +46,6 @@ from rallypoint.recipes.interruption import Observer, acknowledging, interruptib
 from rallypoint.recipes.recipe import Recipe, Setup, page_of
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.run import read_metrics
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.comparison import digests_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
@@ -277,8 +276,8 @@ class _Run:
     async def _begin(self, first: int) -> None:
         actor, source = self.recipe.actor, self.recipe.sampling
         self.saved = first
-        for record in read_metrics(self.folder.metrics):
-            self._note_best(int(record[STEP]), record)
+        for step, validated in self.folder.state().validations.items():
+            self._note_best(step, validated.metrics)
         if source is not None:
             assert isinstance(actor, Actor), "rollouts are sampled from a policy"
             await actor.publish(source)

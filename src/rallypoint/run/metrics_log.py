@@ -1,4 +1,4 @@
-"""The numbers of a run, one JSON object per line, only ever appended to.
+"""The numbers of a run: read from its journal, and written for people as one JSON object per line.
 
     {"step": 12, "time_s": 8.1, "reward/mean": 0.41, "actor/loss": null, "not_finite": {"actor/loss": "nan"}}
 
@@ -8,7 +8,8 @@ JSON has no NaN and no infinity: such a value is written as null, and `not_finit
 
 Each line reaches the operating system before `write` returns: a killed process loses no line. At worst
 the last one is torn (no newline at its end), and then it is left out by readers and removed by the
-next writer. Several lines may belong to one step (training, then validation).
+next writer. Several lines may belong to one step (training, then validation). The file is derived: what we show of a
+run is read from its journal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -124,6 +125,26 @@ class MetricsLog:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.path)
+
+
+def measurements(entries: Iterable[Entry]) -> list[dict[str, float]]:
+    """Return what a journal has of a run's numbers, oldest first, as `metrics.jsonl` has them.
+
+    Args:
+        entries: of the whole journal.
+    """
+    found, before_s, began_s = list[dict[str, float]](), 0.0, 0.0
+    for entry in entries:
+        match entry.event:
+            case RunBegan(first=first):
+                found = [record for record in found if 0 < first >= record[STEP]]
+                before_s, began_s = found[-1][TIME] if found else 0.0, entry.time_s
+            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
+                time_s = round(before_s + entry.time_s - began_s, 3)
+                found.append({STEP: event.step, TIME: time_s, **event.metrics})
+            case _:
+                pass
+    return found
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:

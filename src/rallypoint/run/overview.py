@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias, cast
 
 from rallypoint.config import read
 from rallypoint.errors import ConfigError, RunFolderError
+from rallypoint.journal import fold, read_journal
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, read_metrics
+from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 
 State: TypeAlias = Literal["running", "finished", "stopped", "failed", "killed", "damaged"]
@@ -68,11 +69,11 @@ def find_runs(folder: Path) -> list[Overview]:
 def overview(path: Path) -> Overview:
     """Return what there is to know of one run; a file that cannot be read makes it `damaged`."""
     run = RunFolder(path)
-    newest = run.metrics if run.metrics.is_file() else run.config
+    newest = run.journal if run.journal.is_file() else run.config
     try:
         values = read(str(path)).values
-        records = read_metrics(run.metrics) if run.metrics.is_file() else []
-        ended = run.state().ended
+        entries = list(read_journal(run.journal))
+        records, ended = measurements(entries), fold(entry.event for entry in entries).ended
     except (ConfigError, RunFolderError, OSError) as error:
         why = str(error)
         return Overview(path=path, recipe="?", state="damaged", why=why, changed=newest.stat().st_mtime)

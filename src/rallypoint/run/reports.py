@@ -12,14 +12,14 @@ from typing import Any, Self
 from rallypoint.config import RECIPES, WATCHED, RunConfig
 from rallypoint.config.transport import transport_name
 from rallypoint.extras import find_unusable
-from rallypoint.journal import RunBegan, RunState, StepDone
+from rallypoint.journal import RunBegan, RunState, StepDone, read_journal
 from rallypoint.observability.health import health
 from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import TIME_PREFIX, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, TIME, read_metrics
+from rallypoint.run.metrics_log import STEP, TIME, measurements
 
 VALIDATION, REWARD = "validation/score", "reward/mean"
 REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
@@ -187,23 +187,23 @@ class Summary:
 
     def measured(
         self,
-        metrics_path: Path,
+        journal: Path,
         *,
         predicted_memory_gib: Mapping[str, float] | None = None,
         num_warmup_steps: int = 0,
         watched: Sequence[tuple[str, str]] = WATCHED,
         text_of: Callable[[int], str] | None = None,
     ) -> Self:
-        """Return the summary with the numbers of a metrics file; a resumed run counts what came before, too.
+        """Return the summary with the numbers of a journal; a resumed run counts what came before, too.
 
         Args:
-            metrics_path: file of the run.
+            journal: file of the run.
             predicted_memory_gib: prediction for each role.
             num_warmup_steps: steps in which the policy is not expected to learn.
             watched: scalars that a person wants to see of this run, with short names.
             text_of: says what a token looks like.
         """
-        records, shown = read_metrics(metrics_path), f"validation/{self.validated}"
+        records, shown = measurements(read_journal(journal)), f"validation/{self.validated}"
         return dataclasses.replace(
             self,
             num_steps=int(max((record[STEP] for record in records), default=0)),

@@ -1,4 +1,3 @@
-import json
 import math
 import struct
 import subprocess
@@ -8,17 +7,18 @@ from pathlib import Path
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from measured import Measured
 
 from rallypoint.checkpoint import MANIFEST, checkpoint_name
 from rallypoint.display import save_curve
 from rallypoint.display.curve import draw_curve
-from rallypoint.journal import Journal, RunBegan
-from rallypoint.run import MetricsLog, Summary
+from rallypoint.journal import Journal, RunBegan, StepDone, Validated
+from rallypoint.run import Summary
 from rallypoint.run.folder import RunFolder
 
 
 def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
-    with MetricsLog(path, clock=lambda: 0.0) as log:
+    with Measured(path) as log:
         log.write(0, {"validation/score": 0.1 * scale})
         for step in range(1, num_steps + 1):
             log.write(
@@ -43,7 +43,7 @@ def write_run(path: Path, num_steps: int, scale: float = 1.0) -> Path:
 def test_a_curve_is_a_picture_for_a_run_of_any_length(tmp_path: Path, num_steps: int, scale: float) -> None:
     run = RunFolder(tmp_path / "digits $x · ppo")
     run.path.mkdir()
-    write_run(run.metrics, num_steps, scale)
+    write_run(run.journal, num_steps, scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         picture = save_curve(run)
@@ -57,22 +57,22 @@ def test_a_curve_is_a_picture_for_a_run_of_any_length(tmp_path: Path, num_steps:
 
 def test_an_empty_file_gives_a_picture_that_says_so(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    run.metrics.touch()
+    run.journal.touch()
     assert [text.get_text() for text in draw_curve(run).axes[0].texts] == ["no steps yet"]
 
 
 def write_resumed_run(run: RunFolder, phases: tuple[str, ...] = ("rollout", "learn")) -> None:
     """Twelve steps: resumed after 4 with another lr, after 8 as it was; and a start after 6 that 4 has superseded."""
     times = {f"time_s/{phase}": 1.0 for phase in phases}
-    with MetricsLog(run.metrics, clock=lambda: 0.0) as log:
-        for step in range(1, 13):
-            log.write(step, {"reward/mean": 0.1 * step, **times})
-            if step % 2 == 0:
-                log.write(step, {"validation/score": math.nan if step == 6 else 0.9 - abs(step - 9) / 10})
-    with Journal(run.journal) as journal:
-        for first, rate in ((0, 1e-3), (6, 1e-2), (4, 1e-4), (8, 1e-4)):
+    with Journal(run.journal, clock=lambda: 0.0) as journal:
+        for first, last, rate in ((0, 6, 1e-3), (6, 6, 1e-2), (4, 8, 1e-4), (8, 12, 1e-4)):
             config = {"actor.optimizer.lr": rate, "trainer.runs_dir": f"runs{first}"}
             journal.append(RunBegan(first=first, config=config, software={}, machine=""))
+            for step in range(first + 1, last + 1):
+                journal.append(StepDone(step=step, metrics={"reward/mean": 0.1 * step, **times}, digests={}))
+                if step % 2 == 0:
+                    score = math.nan if step == 6 else 0.9 - abs(step - 9) / 10
+                    journal.append(Validated(step=step, metrics={"validation/score": score}))
     for step in (4, 6, 8, 12):
         saved = run.checkpoints / checkpoint_name(step)
         saved.mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_all_words_of_a_picture_are_inside_of_it_and_do_not_cover_the_axes(tmp_p
 
 
 def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "journal.jsonl").touch()
     program = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from pathlib import Path\n"
@@ -132,9 +132,9 @@ def test_the_package_imports_neither_torch_nor_ray_nor_matplotlib() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_a_summary_is_read_from_the_metrics_file(tmp_path: Path) -> None:
-    metrics = write_run(tmp_path / "metrics.jsonl", 20)
-    summary = Summary(name="x", run_dir=tmp_path, notes=["slow disk"]).measured(metrics)
+def test_a_summary_is_read_from_the_journal(tmp_path: Path) -> None:
+    journal = write_run(tmp_path / "journal.jsonl", 20)
+    summary = Summary(name="x", run_dir=tmp_path, notes=["slow disk"]).measured(journal)
     assert summary.num_steps == 20
     assert summary.validations == [(0, 0.1), (10, 0.5), (20, 1.0)]
     assert summary.phases == pytest.approx({"rollout": 4.0, "learn": 2.0})
@@ -145,7 +145,8 @@ def test_a_summary_is_read_from_the_metrics_file(tmp_path: Path) -> None:
 
 def test_a_summary_says_of_how_many_rollouts_the_rewards_are_the_mean(tmp_path: Path) -> None:
     steps = [{"reward/num_scored": 500, "reward/failed": failed, "reward/failed_raised": failed} for failed in (12, 0)]
-    lines = [json.dumps({"step": step, "time_s": 1.0, **record}) for step, record in enumerate(steps, 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (note,) = Summary(name="x", run_dir=tmp_path).measured(tmp_path / "metrics.jsonl").notes
+    with Measured(tmp_path / "journal.jsonl") as log:
+        for step, record in enumerate(steps, 1):
+            log.write(step, record)
+    (note,) = Summary(name="x", run_dir=tmp_path).measured(log.path).notes
     assert note.startswith("12 of 1,012 rollouts have no score (12 raised) and were left out")

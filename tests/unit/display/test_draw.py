@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from measured import Measured
 
 from rallypoint.display.draw import EVERY_S, FIRST_S, CurveAsItGoes
-from rallypoint.run import MetricsLog
 
 
 class Drawing:
@@ -82,12 +82,12 @@ def test_no_process_to_draw_with_is_no_reason_to_end():
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_the_process_draws_a_run_that_goes_on(is_damaged: bool, tmp_path: Path):
-    metrics, png = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
-    with MetricsLog(metrics) as log:
+    journal, png = tmp_path / "journal.jsonl", tmp_path / "curve.png"
+    with Measured(journal) as log:
         log.write(0, {"time_s/start": 9.0})
         log.write(1, {"reward/mean": 0.5, "time_s/rollout": 1.0})
     if is_damaged:
-        metrics.write_text("{\n" + metrics.read_text())
+        journal.write_text("{\n" + journal.read_text())
     command = [sys.executable, "-m", "rallypoint.display.draw", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode != 0) == is_damaged

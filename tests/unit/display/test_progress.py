@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from measured import Measured
 from rich.cells import cell_len
 from rich.console import Console
 
 from rallypoint.config import RECIPES, load_config, values_of
 from rallypoint.display import LivePanel, PlainLines, Progress, Silent, make_progress
 from rallypoint.journal import Journal, RunBegan, Shown, StepDone, Validated
-from rallypoint.run import Completion, MetricsLog, RunInfo, StepReport, Summary
+from rallypoint.run import Completion, RunInfo, StepReport, Summary
 from rallypoint.run.agreement import Agreement
 
 RUN = RunInfo(name="digits-0", algorithm="ppo", num_steps=300, run_dir=Path("runs/digits-0"), detail="llama 0.4M")
@@ -297,7 +298,7 @@ def test_the_summary_says_how_it_went_where_things_are_and_what_to_do_next(width
 
 def test_the_summary_says_what_a_step_took_and_what_start_up_did(tmp_path: Path) -> None:
     now = [0.0]
-    with MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: now[0]) as log:
+    with Measured(tmp_path / "journal.jsonl", clock=lambda: now[0]) as log:
         now[0] = 12.0
         log.write(0, {"time_s/start": 12.0})
         for step, seconds in enumerate((5.0, 1.4, 1.4, 1.4), start=1):  # the first one warms up
@@ -305,7 +306,7 @@ def test_the_summary_says_what_a_step_took_and_what_start_up_did(tmp_path: Path)
             log.write(step, {"reward/mean": 0.0, "time_s/rollout": seconds - 0.4, "time_s/learn": 0.4})
             log.write(step, {"time_s/checkpoint": 1.0})
     console = terminal()
-    summary = Summary(name="x", run_dir=tmp_path).measured(tmp_path / "metrics.jsonl")
+    summary = Summary(name="x", run_dir=tmp_path).measured(tmp_path / "journal.jsonl")
     LivePanel(console, clock=lambda: 0.0).finish(summary)
     assert "4 steps of 1.40 s (median), start-up 12.0 s" in written(console)
     assert re.search(r"start +█+ +\d+\.\d% +12\.0 s", written(console))
@@ -345,12 +346,12 @@ def test_a_long_summary_fits_its_terminal_with_its_first_line_and_the_file_has_t
 
 @pytest.mark.parametrize(("num_steps", "words"), [(1, "0.250 → 0.250   first and last step"), (40, "0.250 → 10.0")])
 def test_a_summary_without_validation_begins_with_the_reward(num_steps: int, words: str, tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "metrics.jsonl", clock=lambda: 0.0) as log:
+    with Measured(tmp_path / "journal.jsonl") as log:
         for step in range(1, num_steps + 1):
             log.write(step, {"reward/mean": 0.25 if step < 20 else 10.0})
     console = terminal()
     LivePanel(console, clock=lambda: 0.0).finish(
-        Summary(name="x", run_dir=tmp_path).measured(tmp_path / "metrics.jsonl")
+        Summary(name="x", run_dir=tmp_path).measured(tmp_path / "journal.jsonl")
     )
     assert f"reward        {words}" in written(console)
 

@@ -4,16 +4,16 @@ import math
 import typing
 
 import pytest
+from measured import Measured
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rallypoint.errors import RunFolderError
 from rallypoint.library.run import Best, Run, load_run
-from rallypoint.run import MetricsLog
 
 
 def run_with(folder, scores) -> Run:
     (folder / "config.yaml").write_text("base: digits\n")
-    with MetricsLog(folder / "metrics.jsonl") as log:
+    with Measured(folder / "journal.jsonl") as log:
         for step, name, score in scores:
             log.write(step, {name: score})
     return Run(folder)

@@ -6,13 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from measured import Measured
 from rich.console import Console
 
 from rallypoint.display import PlainLines
 from rallypoint.display.state import Board
 from rallypoint.observability import health
 from rallypoint.observability.trend import FLAT_STEPS, WINDOW, RewardTrend
-from rallypoint.run import MetricsLog, RunInfo, StepReport, Summary
+from rallypoint.run import RunInfo, StepReport, Summary
 
 RECORDED = json.loads(Path(__file__).with_name("rewards.json").read_text())
 """Mean and deviation of the rewards of each step, as real runs of seed 0 had them."""
@@ -94,7 +95,7 @@ def test_plain_lines_say_it_at_each_step_and_what_to_try_once():
 def test_the_summary_says_it_with_the_usual_causes(tmp_path: Path):
     for name, is_said in ((FLAT, True), ("digits", False)):
         path = tmp_path / f"{len(name)}.jsonl"
-        with MetricsLog(path) as log:
+        with Measured(path) as log:
             for step, (mean, spread) in enumerate(RECORDED[name], start=1):
                 log.write(step, {"reward/mean": mean, "reward/std": spread})
         notes = Summary(name="r", run_dir=tmp_path).measured(path).notes

@@ -9,8 +9,7 @@ import pytest
 
 from rallypoint.config import load_config
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Event, Journal, RunBegan, RunEnded, Said
-from rallypoint.run import MetricsLog
+from rallypoint.journal import Event, Journal, RunBegan, RunEnded, Said, StepDone
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.run.overview import find_runs, overview
 
@@ -31,10 +30,7 @@ NOTE = Said(text="the reward raised:\n2026-11-25 10:00:00 ValueError: parser\n20
 def run_in(folder: Path, name: str, *events: Event, scores=()) -> RunFolder:
     run = create_run(load_config("digits", [f"trainer.runs_dir={folder}", f"trainer.name={name}"]))
     with Journal(run.journal) as journal:
-        journal.append(*events)
-    with MetricsLog(run.metrics) as log:
-        for step, scalars in scores:
-            log.write(step, scalars)
+        journal.append(*events, *(StepDone(step=step, metrics=metrics, digests={}) for step, metrics in scores))
     return run
 
 
@@ -78,13 +74,13 @@ def test_scores_are_those_of_validations_and_else_mean_rewards(tmp_path: Path):
 def test_runs_come_newest_first_and_a_damaged_one_is_listed_with_the_reason(tmp_path: Path):
     for age, name in enumerate(("new", "old", "older")):
         run = run_in(tmp_path, name, scores=[(1, {"reward/mean": 0.1})])
-        os.utime(run.metrics, (1e9 - age, 1e9 - age))
-    (tmp_path / "old" / "metrics.jsonl").write_text("no json\n")
-    os.utime(tmp_path / "old" / "metrics.jsonl", (1e9 - 1, 1e9 - 1))
+        os.utime(run.journal, (1e9 - age, 1e9 - age))
+    (tmp_path / "old" / "journal.jsonl").write_text("no json\n")
+    os.utime(tmp_path / "old" / "journal.jsonl", (1e9 - 1, 1e9 - 1))
     (tmp_path / "no-run").mkdir()
     found = find_runs(tmp_path)
     assert [(one.path.name, one.state) for one in found] == [("new", "killed"), ("old", "damaged"), ("older", "killed")]
-    assert "metrics.jsonl, line 1 is damaged" in found[1].why
+    assert "journal.jsonl, line 1 is damaged" in found[1].why
     assert [one.path.name for one in find_runs(tmp_path / "older")] == ["older"]
     with pytest.raises(RunFolderError, match="no such folder"):
         find_runs(tmp_path / "nowhere")
