@@ -100,7 +100,8 @@ GEMMA = """\
 {%- if not message.tool_calls %}{{ "<turn|>\\n" }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt and messages[-1].role != "tool" %}{{ "<|turn>model\\n" }}{% endif %}"""
 DEEPSEEK = """\
-{{- bos_token }}{% for message in messages %}{% if message.role == "user" %}{{ "<|User|>" + message.content }}
+{{- bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{% if message.role == "user" %}{{ "<|User|>" + message.content }}
 {%- elif message.role == "tool" %}{{ "<|tool_output_begin|>" + message.content + "<|tool_output_end|>" }}
 {%- elif message.role == "system" %}{{ message.content }}
 {%- elif message.tool_calls and message.content is none %}{{ "<|Assistant|>" }}{% for call in message.tool_calls %}

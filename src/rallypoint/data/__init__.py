@@ -9,7 +9,7 @@ that needs them.
 from rallypoint.data.answers import read_answer
 from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
-from rallypoint.data.dialogue import ChatMessage, Dialogue
+from rallypoint.data.dialogue import ChatMessage, Dialogue, chat_text
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.encoded_rows import EncodedExample, EncodedRows
 from rallypoint.data.generators import Generator, is_generator
@@ -46,6 +46,7 @@ __all__ = [
     "StreamedRows",
     "TemplateProbe",
     "Windows",
+    "chat_text",
     "check_dataset_path",
     "cued_text",
     "decoder",

@@ -21,7 +21,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, left_out, special_ids, template_errors
+from rallypoint.data.template import (
+    MEND_TEMPLATE,
+    TemplateProbe,
+    check_arguments,
+    left_out,
+    special_ids,
+    template_errors,
+)
 from rallypoint.data.tool_formats import calls_of, with_arguments
 from rallypoint.errors import ModelError
 
@@ -71,8 +78,7 @@ class Dialogue:
         Raises:
             ModelError: it does not fit the template, or a message is not in what that writes.
         """
-        text = _written(tokenizer, messages, tools)
-        _check_whole(messages, text)
+        text = chat_text(tokenizer, messages, tools)
         return cls(tokenizer, tuple(stop_tokens), tuple(messages), _encode(tokenizer, text), tuple(tools))
 
     @property
@@ -193,19 +199,53 @@ def _message(role: str, content: str) -> ChatMessage:
     return {"role": role, "content": content}
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> str:
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ChatMessage] = (),
+    arguments: Mapping[str, object] | None = None,
+) -> str:
     """Return messages in the chat template, with the cue for the assistant.
 
+    Args:
+        tokenizer: has the template.
+        messages: all of the conversation.
+        tools: OpenAI's function schemas.
+        arguments: of the template, by name.
+
     Raises:
-        ModelError: they do not fit it.
+        ModelError: they do not fit it, a message is not in what it writes, or it reads no such argument.
     """
+    if arguments:
+        check_arguments(tokenizer, arguments, "chat_template_kwargs", "the chat template")
+    text = _written(tokenizer, messages, tools, arguments)
+    _check_whole(messages, text)
+    for tool in tools:
+        name = cast("Mapping[str, object]", tool.get("function") or tool).get("name")
+        if str(name) not in text:
+            raise ModelError(f"the chat template does not tell the model of the tool {name!r}; {MEND_TEMPLATE}")
+    return text
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[ChatMessage],
+    arguments: Mapping[str, object] | None = None,
+) -> str:
     schemas = [dict(tool) for tool in tools] or None
     for as_text in (False, True):  # some templates want the arguments of calls as text
         given = [with_arguments(message, as_text=as_text) for message in messages]
         try:
             return cast(
                 "str",
-                tokenizer.apply_chat_template(given, tools=schemas, add_generation_prompt=True, tokenize=False),  # pyright: ignore[reportArgumentType]
+                tokenizer.apply_chat_template(
+                    given,  # pyright: ignore[reportArgumentType]
+                    tools=schemas,  # pyright: ignore[reportArgumentType]
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **(arguments or {}),  # pyright: ignore[reportArgumentType]
+                ),
             )
         except template_errors() as error:
             if as_text or not any(message.get("tool_calls") for message in messages):

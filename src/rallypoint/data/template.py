@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
@@ -92,15 +92,29 @@ def complete_template(tokenizer: PreTrainedTokenizerBase, where: str, arguments:
     Raises:
         ModelError: the template does not read one of them, or shows a time in a way that cannot be held.
     """
+    check_arguments(tokenizer, arguments, "data.template", f"the template of {where}")
+    _change(tokenizer, lambda template: _completed(template, where, arguments))
+
+
+def check_arguments(tokenizer: PreTrainedTokenizerBase, names: Iterable[str], key: str, which: str) -> None:
+    """Refuse arguments that a chat template does not read, or is given anyway.
+
+    Args:
+        tokenizer: has the template.
+        names: of the arguments.
+        key: where they are given, for the error.
+        which: the template, for the error.
+
+    Raises:
+        ModelError: one is so; the first one is named.
+    """
     code = " ".join(_CODE.findall(str(tokenizer.get_chat_template())))
     words = list(dict.fromkeys(re.findall(r"[A-Za-z_]\w*", _TEXT.sub("", code))))
-    for name in arguments:
+    for name in names:
         if name in _GIVEN:
-            raise ModelError(f"data.template: {name!r} is given to every template already; leave it out")
+            raise ModelError(f"{key}: {name!r} is given to every template already; leave it out")
         if name not in words:
-            hint = suggestion(name, words)
-            raise ModelError(f"data.template: {name!r} is nothing that the template of {where} reads{hint}")
-    _change(tokenizer, lambda template: _completed(template, where, arguments))
+            raise ModelError(f"{key}: {name!r} is nothing that {which} reads{suggestion(name, words)}")
 
 
 def take_texts(tokenizer: PreTrainedTokenizerBase) -> None:

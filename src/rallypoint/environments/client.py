@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rallypoint.data import ChatMessage
 from rallypoint.environments.chat import Messages
+from rallypoint.environments.tools import Tools
 from rallypoint.types.trajectory import Turn
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Client(Protocol):
     async def chat(
         self,
         messages: Messages = (),
-        tools: Sequence[ChatMessage] | None = None,
+        tools: Tools | Sequence[ChatMessage] | None = None,
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -93,13 +94,14 @@ class Client(Protocol):
 
         Args:
             messages: at first all of them; none: those of the prompt. Later what is new, or all of them again.
-            tools: function schemas as in OpenAI's API, for the template; None for those of the call before.
+            tools: functions, or their schemas as in OpenAI's API, for the template; None for those of the call before.
             max_tokens: as for `sample`.
             stop: likewise.
             temperature: as for `call`.
 
         Returns:
-            `role` ("assistant"), `content`, and `reasoning`, if the answer has some.
+            `role` ("assistant") and `content`; `reasoning` and `tool_calls` if there are some; and `malformed`: what is
+            wrong with each call that could not be read.
 
         Raises:
             RowFullError, GenerationError: as for `sample`.

@@ -26,6 +26,7 @@ from rallypoint.environments.chat import Chat, Messages
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import called
 from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
+from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
 from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import is_whole
@@ -93,6 +94,8 @@ class EpisodeClient:
         self._is_full = False
         self.num_tool_calls, self.num_tool_errors = 0, 0
         """See `Trajectory`."""
+        self._tools: Tools | None = None
+        """Those of Python that `chat` was given, which count their errors themselves."""
         self.own_time: OwnTime | None = None
         """Seconds of the episode; None before it has begun, and once it is over."""
         self._asking = set[asyncio.Task[object]]()
@@ -135,9 +138,8 @@ class EpisodeClient:
                 each.cancel()
             leave(running)
         if isinstance(found, Trajectory):
-            return dataclasses.replace(
-                found, own_s=own_s, num_tool_calls=self.num_tool_calls, num_tool_errors=self.num_tool_errors
-            )
+            errors = self._tools.num_errors if self._tools is not None else self.num_tool_errors
+            return dataclasses.replace(found, own_s=own_s, num_tool_calls=self.num_tool_calls, num_tool_errors=errors)
         return RolloutFailure(
             name=self._prompt.example.name,
             prompt=self.prompt_index,
@@ -212,7 +214,13 @@ class EpisodeClient:
         """See `Client.chat`."""
         asked = self._chat.asked(messages, tools)
         turn = await self.call(asked.tokens, max_tokens=max_tokens, stop=stop, temperature=temperature)
-        return self._chat.answered(asked, turn.response)
+        message = self._chat.answered(asked, turn.response)
+        unread = len(cast("Sequence[str]", message.get("malformed", ())))
+        self.num_tool_calls += unread + len(cast("Sequence[object]", message.get("tool_calls", ())))
+        self.num_tool_errors += unread
+        if isinstance(tools, Tools):
+            self._tools = tools
+        return message
 
     def _begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
         if self.own_time is None:

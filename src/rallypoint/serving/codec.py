@@ -8,13 +8,13 @@ for it. Must not know: requests, engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import cued_text, decoder
+from rallypoint.data import ChatMessage, chat_text, decoder, read_answer
 from rallypoint.errors import EndpointError, ModelError
 
 TokenIds: TypeAlias = tuple[int, ...]
@@ -35,8 +35,15 @@ class Codec:
         """Most characters of a token; more than that for tokenizers that count bytes."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, max_tokens: int) -> TokenIds:
-        """Return a conversation, as roles and texts, in the chat template, with the cue for the assistant.
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatMessage] = (),
+        arguments: Mapping[str, object] | None = None,
+        *,
+        max_tokens: int,
+    ) -> TokenIds:
+        """Return a conversation in the chat template, with the cue for the assistant; see `chat_text`.
 
         Raises:
             EndpointError: there is no template, it has no place for these messages or leaves one out, or they have far
@@ -44,10 +51,9 @@ class Codec:
         """
         if self._tokenizer.chat_template is None:
             raise EndpointError(400, "this model has no chat template; ask /v1/completions", param="messages")
-        conversation = [{"role": role, "content": text} for role, text in messages]
 
         def encode() -> TokenIds:
-            text = cued_text(self._tokenizer, conversation)
+            text = chat_text(self._tokenizer, messages, tools, arguments)
             self._check_length(len(text), max_tokens, "messages")
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -64,6 +70,14 @@ class Codec:
         """
         self._check_length(len(text), max_tokens, "prompt")
         return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+
+    def read_answer(
+        self, stop_tokens: Sequence[int], tools: Sequence[ChatMessage], num_calls: int
+    ) -> Callable[[Sequence[int]], Mapping[str, object]]:
+        """Return what makes a message of an answer to a conversation that has tools and so many calls."""
+        return lambda tokens: read_answer(
+            self._tokenizer, tokens, stop_tokens=stop_tokens, tools=tools, num_calls=num_calls
+        )
 
     def token_text(self, token: int) -> str:
         """Return what one token looks like; a special one by its name."""

@@ -7,7 +7,7 @@ Invariant: the pieces returned, joined, are the text of all tokens up to the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.serving.responses import Delta
@@ -110,11 +110,26 @@ class StopText:
 class Choice:
     """Turns outputs into text, tokens and a reason to end."""
 
-    def __init__(self, index: int, params: SamplingParams, decode: Callable[[Sequence[int]], str]) -> None:
-        """`index` is the choice's place in the answer, `params` those that it is sampled with."""
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        decode: Callable[[Sequence[int]], str],
+        read: Callable[[Sequence[int]], Mapping[str, object]] | None = None,
+    ) -> None:
+        """Begin without tokens.
+
+        Args:
+            index: the choice's place in the answer.
+            params: those that it is sampled with.
+            decode: turns tokens into text.
+            read: makes a message of a whole answer, which is withheld until then; None: its text is shown as it comes.
+        """
+        self._read, self._tokens = read, list[int]()
         self.index = index
         self.num_tokens = 0
         self._detokenizer, self._text = Detokenizer(decode), StopText(params.stop_strings)
+        self._strings = params.stop_strings
         self._stop_tokens, self._min_tokens = frozenset(params.stop_tokens), params.min_new_tokens
 
     def add(self, outputs: Iterable[Output]) -> Delta:
@@ -131,9 +146,14 @@ class Choice:
         text += self._text.push(self._detokenizer.push(shown[num_early:]))
         if reason is not None:
             text += self._text.push(self._detokenizer.finish()) + self._text.finish()
+        message = None
+        if self._read is not None:
+            self._tokens += tokens
+            message, text = self._whole() if reason is not None else (None, "")
         return Delta(
             index=self.index,
             text=text,
+            message=message,
             tokens=tokens,
             logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
             sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
@@ -141,3 +161,11 @@ class Choice:
             finish_reason=None if reason is None else "length" if reason == "length" else "stop",
             prompt_logprobs=outputs[-1].prompt_logprobs,
         )
+
+    def _whole(self) -> tuple[Mapping[str, object], str]:
+        """Return the message of the whole answer, and its text up to the first stop string."""
+        assert self._read is not None, "it was asked for"
+        message = self._read(self._tokens)
+        shown = StopText(self._strings)
+        text = shown.push(str(message["content"]))
+        return message, text + shown.finish()

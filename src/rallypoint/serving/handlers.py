@@ -104,7 +104,11 @@ class SamplingRoute(Generic[RequestT]):
 
     async def _answer(self, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
-        choices = [Choice(index, request.params, self._model.codec.decode) for index, request in enumerate(requests)]
+        codec, read = self._model.codec, None
+        if isinstance(asked, ChatRequest) and asked.schemas:
+            num_calls = sum(len(message.tool_calls) for message in asked.messages)
+            read = codec.read_answer(self._model.stop_tokens, asked.schemas, num_calls)
+        choices = [Choice(index, request.params, codec.decode, read) for index, request in enumerate(requests)]
         with self._model.bridge.ask(requests) as outputs:
             if asked.stream:
                 await _stream(send, shape, choices, outputs)
@@ -228,8 +232,9 @@ async def _encode(asked: ClientRequest, codec: Codec, max_tokens: int) -> tuple[
         EndpointError: see `Codec`.
     """
     if isinstance(asked, ChatRequest):
-        messages = [(message.role, message.text) for message in asked.messages]
-        return (await codec.encode_chat(messages, max_tokens=max_tokens),)
+        messages = [message.as_template_takes() for message in asked.messages]
+        arguments = asked.chat_template_kwargs
+        return (await codec.encode_chat(messages, asked.schemas, arguments, max_tokens=max_tokens),)
     if isinstance(asked, GenerateRequest):
         return (tuple(asked.token_ids),)
     assert isinstance(asked, CompletionRequest), "there are three kinds"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
@@ -70,6 +70,43 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """What a call of a tool asks for."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = Field(min_length=1)
+    arguments: str = "{}"
+    """JSON."""
+
+
+class ToolCall(BaseModel):
+    """A call in an answer of the assistant."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(BaseModel):
+    """What the model is told of a function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+
+
+class Tool(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class Message(BaseModel):
     """A turn of a conversation."""
 
@@ -78,9 +115,36 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = Field(description="a string, or a list of parts of type text")
     name: str = ""
-    """Ignored: chat templates have no place for it."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str = ""
+    reasoning: str = ""
+    reasoning_content: str = ""
+    """Another name of it."""
 
-    _nulls = model_validator(mode="before")(_without_nulls)
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls(cls, fields: object) -> object:
+        found = _without_nulls(fields)
+        if isinstance(found, dict) and cast("dict[str, object]", found).get("tool_calls"):
+            return {"content": "", **cast("dict[str, object]", found)}
+        return found
+
+    @model_validator(mode="after")
+    def _only_assistants_call(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"only the assistant calls tools, found tool_calls in a message of role {self.role!r}")
+        return self
+
+    def as_template_takes(self) -> dict[str, object]:
+        """Return the message with what templates read, as far as it is there."""
+        fields: dict[str, object] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "tool":
+            fields |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
+        if reasoning := self.reasoning or self.reasoning_content:
+            fields["reasoning_content"] = reasoning
+        return fields
 
     @property
     def text(self) -> str:
@@ -153,10 +217,20 @@ class ChatRequest(ClientRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto"] = "auto"
+    """Whether the model is told of the tools; none can be forced on it."""
+    chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
+    """Arguments of the chat template, by name."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def schemas(self) -> list[dict[str, object]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
 
     @property
     def limit(self) -> int | None:

@@ -12,7 +12,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from rallypoint.errors import BusyError, EndpointError, RallyError, RequestError
 from rallypoint.generation import PromptLogprobs
@@ -36,6 +36,8 @@ class Delta:
     versions: tuple[int, ...]
     finish_reason: Literal["stop", "length"] | None
     prompt_logprobs: PromptLogprobs | None = None
+    message: Mapping[str, object] | None = None
+    """What a whole answer says, if it is read for calls of tools; then the text comes with it, at the end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,10 @@ class Shape:
             choice["text"] = delta.text
         elif self.kind == "chat":
             role: dict[str, JSON] = {"role": "assistant"} if is_first else {}
-            choice["delta" if is_chunk else "message"] = role | {"content": delta.text}
+            choice["delta" if is_chunk else "message"] = role | _said(delta, is_chunk=is_chunk)
         choice["logprobs"] = self._logprobs(delta) if self.has_logprobs else None
-        choice["finish_reason"] = delta.finish_reason
+        calls = delta.finish_reason == "stop" and (delta.message or {}).get("tool_calls")
+        choice["finish_reason"] = "tool_calls" if calls else delta.finish_reason
         if (num := self.num_prompt_logprobs) is not None:
             choice["prompt_logprobs"] = [None, *(_place(said, num) for said in delta.prompt_logprobs or ())]
         if self.has_token_ids:
@@ -131,6 +134,17 @@ class Shape:
             for text, logprob in zip(texts, logprobs, strict=True)
         ]
         return {"content": content, "sampled_logprobs": sampled}
+
+
+def _said(delta: Delta, *, is_chunk: bool) -> dict[str, JSON]:
+    message = cast("Mapping[str, JSON]", delta.message or {})
+    said: dict[str, JSON] = {"content": delta.text}
+    if reasoning := message.get("reasoning"):
+        said["reasoning"] = reasoning
+    if calls := cast("Sequence[Mapping[str, JSON]]", message.get("tool_calls")):
+        listed = [{"index": at, **call} for at, call in enumerate(calls)] if is_chunk else calls
+        said |= {"content": delta.text or None, "tool_calls": listed}
+    return said
 
 
 def _place(said: Mapping[int, float], num: int) -> JSON:

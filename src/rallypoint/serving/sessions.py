@@ -194,8 +194,12 @@ class SessionRoute(Generic[RequestT]):
     async def _sampled(self, session: Session, asked: RequestT) -> tuple[Dialogue | None, Turn]:
         dialogue = None
         if isinstance(asked, ChatRequest):
-            messages = [{"role": one.role, "content": one.text} for one in asked.messages]
-            dialogue = await self._encoded(functools.partial(session.chat.asked, is_whole=True), messages, ())
+            if asked.chat_template_kwargs:
+                message = "chat_template_kwargs: a run's prompts have those of data.template; leave it out"
+                raise EndpointError(400, message, param="chat_template_kwargs")
+            messages = [one.as_template_takes() for one in asked.messages]
+            asked_of = functools.partial(session.chat.asked, is_whole=True)
+            dialogue = await self._encoded(asked_of, messages, asked.schemas)
         tokens = dialogue.tokens if dialogue is not None else cast("GenerateRequest", asked).token_ids
         temperature = asked.temperature if "temperature" in asked.model_fields_set else None
         sampled = session.call(tokens, max_tokens=asked.limit, stop=asked.stop_strings, temperature=temperature)
@@ -243,6 +247,7 @@ class _Written:
         return Delta(
             index=0,
             text=str(self.message.get("content", "")),
+            message=self.message,
             tokens=turn.response,
             logprobs=turn.logprobs,
             sampled_logprobs=turn.sampled_logprobs,

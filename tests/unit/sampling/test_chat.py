@@ -6,9 +6,11 @@ from typing import Any, cast
 
 import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
+from tool_templates import make_tool_tokenizer
 
 from rallypoint.data import Example, Message
 from rallypoint.environments.environment import Prompt
+from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.sampling.client import EpisodeClient, Terms
@@ -27,22 +29,22 @@ def encoded(text: str) -> tuple[int, ...]:
 class Answers:
     """A mailbox that answers with texts; one that does not end with the stop token was cut."""
 
-    def __init__(self, *texts: str) -> None:
-        self._texts = list(texts)
+    def __init__(self, tokenizer, *texts: str) -> None:
+        self._tokenizer, self._texts = tokenizer, list(texts)
 
     async def sample(self, request, rank):
-        tokens = encoded(self._texts.pop(0))
-        reason = "stop" if tokens[-1] == STOP else "length"
+        tokens = tuple(self._tokenizer.encode(self._texts.pop(0), add_special_tokens=False))
+        reason = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         zeros = (0.0,) * len(tokens)
         numbers = {"logprobs": zeros, "sampled_logprobs": zeros, "version": 0}
         return [Output(request_id=0, tokens=tokens, finish_reason=reason, **numbers)]
 
 
-def rollout(episode, *answers: str, max_tokens: int = 500) -> Any:
+def rollout(episode, *answers: str, max_tokens: int = 5000, tokenizer=TOKENIZER) -> Any:
     """Return what becomes of an episode: a trajectory or a failure."""
     example = Example("rows.jsonl:3", "rows", ASKED, "", "4", {})
-    terms = Terms(cast("Any", Answers(*answers)), TOKENIZER, max_tokens)
-    params = SamplingParams(max_new_tokens=100, stop_tokens=(STOP,))
+    terms = Terms(cast("Any", Answers(tokenizer, *answers)), tokenizer, max_tokens)
+    params = SamplingParams(max_new_tokens=100, stop_tokens=(tokenizer.eos_token_id,))
     client = EpisodeClient(terms, params, (0, Prompt(encoded(START), example)), 0, rank=0)
     return asyncio.run(client.rollout(episode))
 
@@ -181,3 +183,28 @@ def test_a_failed_call_leaves_nothing_behind():
         return 1.0
 
     assert len(rollout(episode, "5<|im_end|>", "4<|im_end|>").turns) == 2
+
+
+def look(where: str) -> str:
+    """Look somewhere."""
+    raise LookupError(where)
+
+
+def test_tools_answer_calls_and_are_counted():
+    async def episode(client, example):
+        tools = Tools(look)
+        answer = await client.chat(tools=tools)
+        results = await tools.results(answer)
+        assert [one["content"][:17] for one in results] == ["error: LookupErro", "error: the call c"]
+        assert await tools.results(await client.chat(results)) == []
+        return {"reward": 1.0, **tools.metrics}
+
+    tokenizer, stops = make_tool_tokenizer("qwen2.5")
+    call = '<tool_call>{"name": "look", "arguments": {"where": "up"}}</tool_call><tool_call>{</tool_call><|im_end|>'
+    found = rollout(episode, call, "4<|im_end|>", tokenizer=tokenizer)
+    assert found.metrics == {"tool_calls": 2, "tool_errors": 2}
+    assert (found.num_tool_calls, found.num_tool_errors) == (2, 2)
+    first, second = (tokenizer.decode(turn.prompt) for turn in found.turns)
+    assert '"description": "Look somewhere."' in first
+    assert second.count("<tool_response>") == 2
+    assert stops == (tokenizer.eos_token_id,)

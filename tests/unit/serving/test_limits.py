@@ -36,7 +36,13 @@ REFUSED = {
         "messages.0.content",
         "type text",
     ),
-    "tool calls": ({"messages": [USER | {"tool_calls": [{}]}]}, "messages.0.tool_calls", "not supported"),
+    "half a tool call": ({"messages": [USER | {"tool_calls": [{}]}]}, "messages.0.tool_calls.0.function", "required"),
+    "tool calls of a user": (
+        {"messages": [USER | {"tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages.0",
+        "only the assistant calls tools",
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content", "a string, or a list of parts"),
     "negative length": ({"messages": [USER], "max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
     "no length": ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens", "greater"),
     "too long": ({"messages": [USER], "max_tokens": 395}, "messages", "6 tokens and the answer may have 395"),
@@ -61,7 +67,27 @@ REFUSED = {
     "empty stop": ({"messages": [USER], "stop": ""}, "stop", "list of strings"),
     "alternatives": ({"messages": [USER], "logprobs": True, "top_logprobs": 3}, "top_logprobs", "sampled token"),
     "penalty": ({"messages": [USER], "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
-    "tools": ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    "tools without a function": (
+        {"messages": [USER], "tools": [{"type": "function"}]},
+        "tools.0.function",
+        "required",
+    ),
+    "tools that the template leaves out": (
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "add"}}]},
+        "messages",
+        "does not tell the model of the tool 'add'",
+    ),
+    "a tool that is to be called": ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+    "arguments that the template does not read": (
+        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+        "messages",
+        "chat_template_kwargs: 'enable_thinking' is nothing that the chat template reads",
+    ),
+    "arguments that every template has": (
+        {"messages": [USER], "chat_template_kwargs": {"tools": []}},
+        "messages",
+        "is given to every template already",
+    ),
     "unknown": ({"messages": [USER], "temprature": 1}, "temprature", "no field"),
     "surrogate": (b'{"messages": [], "\\udc00": 1}', None, "no JSON"),
 }
