@@ -16,7 +16,7 @@ from rallypoint.errors import EngineError
 from rallypoint.install import BUILDS, Environment, engines_folder, installed_engines
 
 engine_app = typer.Typer(no_args_is_help=True, help="Engines that run in Python environments of their own.")
-Engine = Annotated[str, typer.Argument(metavar="NAME", help="Such as vllm.")]
+Engine = Annotated[str, typer.Argument(metavar="NAME", help="vllm, verifiers or openenv.")]
 EnginesFolder = Annotated[
     str | None,
     typer.Option("--folder", help="Folder of environments; by default RALLYPOINT_ENGINES, or one in the user's cache."),
@@ -66,7 +66,7 @@ def _install(name: str, *, build: str | None, folder: str | None, python: str | 
     say(f"installing {name} for {device} into {environment.folder}")
     began = time.monotonic()
     installed = environment.make(device, interpreter, say=say)
-    say(f"{name} {installed.version} is ready after {time.monotonic() - began:.0f} s: rollout.engine={name}")
+    say(f"{name} {installed.version} is ready after {time.monotonic() - began:.0f} s: {BUILDS[name][device].use}")
     if parent is not None and parent != engines_folder():
         say(f"runs find it with RALLYPOINT_ENGINES={shlex.quote(str(parent))} in their environment")
 

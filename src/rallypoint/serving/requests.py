@@ -20,7 +20,7 @@ from rallypoint.errors import EndpointError
 
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
-) | {"cache_salt", "priority", "request_id"}
+) | {"cache_salt", "priority", "request_id", "routed_experts_prompt_start"}
 """Fields that do not affect the tokens, only when they are sampled, or what is reused for it."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {

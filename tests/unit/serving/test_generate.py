@@ -17,6 +17,7 @@ ASKED = {
     "token_ids": PROMPT,
     "sampling_params": {"stop_token_ids": [256], "logprobs": 1, "skip_special_tokens": False, "temperature": 0.7},
     "cache_salt": "step-3",
+    "routed_experts_prompt_start": 1,
     "priority": 2,
 }
 
