@@ -70,6 +70,25 @@ def test_what_the_environment_says_is_context_and_is_not_trained(train):
     assert run.metrics[-1]["actor/ratio_error"] < 1e-5
 
 
+def test_what_stands_between_two_messages_is_context_and_answers_are_trained(train):
+    run_with, _ = train
+
+    async def chats(client, example):
+        answer = await client.chat(max_tokens=4)
+        assert answer["role"] == "assistant"
+        await client.chat([{"role": "user", "content": AGAIN}], max_tokens=4)
+        return 1.0
+
+    run = run_with(num_steps=1, episode=chats, reward=None)
+    tokenizer = load_tokenizer(str(run.folder / "checkpoints" / "step_000001"))
+    for row in run.rollouts(1):
+        context = [token for token, on in zip(row["response_ids"], row["loss_mask"], strict=True) if not on]
+        # The end of an answer that was cut stands there, too.
+        assert tokenizer.decode(context).replace(" ", "").removeprefix("<eos>") == f"<user>{AGAIN}<assistant>"
+    assert run.metrics[-1]["actor/ratio_error"] < 1e-5
+    assert run.metrics[-1]["rollout/logprob_gap_max"] < 1e-5
+
+
 def test_turns_of_other_temperatures_are_trained_at_that_of_the_run(train):
     run_with, again = train
 

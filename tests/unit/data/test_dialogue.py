@@ -1,9 +1,13 @@
 """Tokens between two answers: those of the chat template, whatever was sampled before them."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 from chat_templates import LLAMA3, PUBLISHED, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer, merging_tokenizer
 
-from rallypoint.data.dialogue import Dialogue
+from rallypoint.data.dialogue import Dialogue, chat_text
 from rallypoint.data.template import take_texts
 from rallypoint.errors import ModelError
 
@@ -113,3 +117,31 @@ def test_a_whole_conversation_is_recognised_by_what_it_says():
         [*ASKED, {**same[1], "tool_calls": []}],
     ):
         assert dialogue.new_of(other) is None
+
+
+def _templates_of_trl():
+    """Return the templates of the package trl, if it is there: published ones, and some that it has changed."""
+    found = importlib.util.find_spec("trl")
+    folders = found.submodule_search_locations if found else None
+    return sorted(Path(folders[0]).glob("chat_templates/*.jinja")) if folders else []
+
+
+@pytest.mark.parametrize("file", _templates_of_trl(), ids=lambda file: file.stem)
+def test_published_templates_are_continued_as_they_write_themselves(file):
+    template = file.read_text(encoding="utf-8")
+    marks = re.findall(
+        r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|\[/?[A-Z_]{3,20}\]|</?(?:start|end)_of_(?:turn|utterance)>|<\|?turn\|?>",
+        template,
+    )
+    SPECIAL.setdefault(template, tuple(dict.fromkeys(["<|bos|>", *marks, "<|eos|>"])))
+    tokenizer = make_chat_tokenizer(template)
+    take_texts(tokenizer)
+    try:
+        text = chat_text(tokenizer, [*ASKED, ANSWER, *AGAIN])
+        if "zq4" not in text:
+            pytest.skip("it leaves out the answer")
+    except ModelError as error:
+        pytest.skip(str(error))
+    dialogue = Dialogue(tokenizer, (tokenizer.eos_token_id,), (*ASKED, ANSWER), (5,))
+    added = dialogue.continue_with(AGAIN).tokens[1:]
+    assert tuple(encode(tokenizer, text)[-len(added) :]) == added
