@@ -53,7 +53,7 @@ class _Health:
         return self.seen_at - self.moved_at
 
     def hear(self) -> None:
-        """Take note of an answer."""
+        """Record an answer."""
         # A process that died is not silent: its calls fail by themselves.
         pulse = None if self.asked.exception() else self.asked.result()
         self.seen_at = self.asked_at

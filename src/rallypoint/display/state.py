@@ -98,7 +98,7 @@ class Board:
         self._num_tokens = 0.0
 
     def start(self, run: RunInfo) -> None:
-        """Take note of a run that begins or goes on."""
+        """Show a run that begins or resumes."""
         self.run = run
         self.course = History(run.course)
         rewards = run.course if run.watched[0][0] == REWARD else ()
@@ -108,11 +108,11 @@ class Board:
             self.first_validation, self.validation = run.validations[0], run.validations[-1]
 
     def wait(self, message: str) -> None:
-        """Take note of what is being waited for, until the next step."""
+        """Show what the run waits for, until the next step."""
         self.message, self._message_began = message, self._clock()
 
     def step(self, report: StepReport) -> None:
-        """Take note of a step that is done."""
+        """Add a step that is done."""
         now = self._clock()
         self.report, self.message = report, ""
         self._trend.add(report.scalars)
@@ -127,21 +127,21 @@ class Board:
                 self.longest_texts[name] = max(self.longest_texts[name], cell_len(clean(text)))
 
     def validate(self, score: float) -> None:
-        """Take note of a validation."""
+        """Add a validation."""
         self.validations.add(score)
         self.validation = score
         if self.first_validation is None:
             self.first_validation = score
 
     def note(self, message: str) -> None:
-        """Take note of a warning."""
+        """Add a warning."""
         self.notes[message] = self.notes.pop(message, 0) + 1
         more = len(" (and 99 more)") if len(self.notes) > 1 else 0
         self.longest_note = max(self.longest_note, cell_len(clean(message)) + more)
         self._noted = self._clock()
 
     def end(self, message: str) -> None:
-        """Take note that the run ends after the step under way."""
+        """Show that the run ends after the current step."""
         self.end_message, self._ending_began = message, self._clock()
 
     @property

@@ -141,7 +141,7 @@ class Waiting:
     """
 
     def __init__(self, function: RewardFunction, num_threads: int, timeout_s: float = math.inf) -> None:
-        """Take note of the function.
+        """Remember the function.
 
         Args:
             function: to be called.
@@ -182,7 +182,7 @@ class Waiting:
             if self._is_closed:
                 answer.cancel()
             elif answer.set_running_or_notify_cancel():
-                self._busy[own] = Busy(calls[0].name)
+                self._busy[own] = Busy(calls[0].name, answer)
                 answer.set_result(call([*map(_copied, calls)]))
                 del self._busy[own]
         call.close()

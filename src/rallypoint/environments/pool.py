@@ -69,7 +69,7 @@ class Width:
         self.now = self.least
 
     def note(self, effort: Effort) -> None:
-        """Take note of a call that was answered."""
+        """Count a call that was answered."""
         self._efforts.append(effort)
         if len(self._efforts) < self.now:
             return
@@ -107,11 +107,11 @@ class Pool(Generic[CallT, OutcomeT]):
         log: Path | None = None,
         on_begin: Callable[[Sequence[CallT]], None] = lambda _: None,
     ) -> None:
-        """Take note of what to start.
+        """Remember what to start.
 
         Args:
             work: the function, and its limits.
-            num_processes: how many at most; None for one a core, up to 16, and up to 128 while calls mostly wait.
+            num_processes: most processes; None: one per core, at most 16, or up to 128 while calls mostly wait.
             log: receives what the function prints; None for standard error.
             on_begin: called with calls when a process has taken them, in a thread of the pool.
         """

@@ -24,7 +24,7 @@ def generate(
     Args:
         engine: without other requests.
         prompts: token ids; may be of different lengths, none empty.
-        params: see there.
+        params: of every rollout; see `SamplingParams`.
         version: that must be loaded; stamped on every rollout.
         group_size: G, rollouts of each prompt.
         tick: called at every step, as a sign of progress.

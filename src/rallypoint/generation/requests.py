@@ -89,7 +89,7 @@ def not_finite(request: Request, position: int) -> NotFiniteError:
 def prompt_logprobs(
     states: Tensor, tokens: Sequence[int], logits: Callable[[Tensor], Tensor], num: int, *, num_ids: int
 ) -> PromptLogprobs:
-    """Return what a model says of each token of a prompt but the first; see there.
+    """Return the logprobs of a prompt's tokens, from the second on; see `PromptLogprobs`.
 
     >>> shares = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.7, 0.2], [1.0, 0.0, 0.0]])
     >>> said = prompt_logprobs(shares.log(), (0, 0, 2), lambda states: states, num=1, num_ids=3)

@@ -70,12 +70,12 @@ class Solo:
         """Leave it as it is."""
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the only one."""
+        """Return the tensor of this rank, which is the only one."""
         del sizes
         return [tensor]
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Return the only one."""
+        """Return the parts, whose only receiver is this rank."""
         del sizes
         return list(parts)
 

@@ -281,7 +281,7 @@ class Trial:
     """Answers of one kind through the reward, as many at once as it may be asked about."""
 
     def __init__(self, grader: Grader, name: str, num_calls: int, say: Callable[[str], None]) -> None:
-        """Take note of the kind's name and the number of its answers."""
+        """Begin without answers of this kind."""
         self._grader, self._name, self._num_calls, self._say = grader, name, num_calls, say
         self._asked: list[Future[Outcome]] = []
         self._took: dict[int, float] = {}

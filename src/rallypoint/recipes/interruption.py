@@ -32,7 +32,7 @@ class Observer:
         self._num_asked = 0
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take note of a step with all its metrics; return whether the run is to be saved and to end."""
+        """Receive a step with all its metrics; return whether to save the run and end it."""
         del step, metrics
         return False
 

@@ -220,7 +220,7 @@ class Replay:
         return self._takes[0] if self._takes else None
 
     def taken(self) -> None:
-        """Take note that a step is trained on the next prompts."""
+        """Record that a step is trained on the next prompts."""
         if self._takes:
             self._takes.popleft()
 
@@ -334,17 +334,17 @@ class Schedule:
         return None if self.replay is None else self.replay.next_take
 
     def taken(self) -> None:
-        """Take note that a step is trained on the next prompts."""
+        """Record that a step is trained on the next prompts."""
         if self.replay is not None:
             self.replay.taken()
 
     def wake(self) -> None:
-        """Take note that a request has come."""
+        """Record that a request has come."""
         if self.replay is not None:
             self.replay.wake()
 
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
-        """Take note that the run goes on after a step, with weights of that version and those prompts done.
+        """Record that the run goes on after a step, with weights of that version and those prompts done.
 
         Raises:
             ScheduleError: it repeats a schedule, whose rollouts of the next steps were begun with older weights.

@@ -61,7 +61,7 @@ class Timed(Protocol):
 
 
 class Timekeeper:
-    """Takes note of when groups were scored, batches asked for and taken, and weights loaded."""
+    """Records when groups were scored, batches requested and taken, and weights loaded."""
 
     def __init__(self, clock: Callable[[], float], journal: Journal) -> None:
         """Begin at the start of a run.
@@ -80,15 +80,15 @@ class Timekeeper:
         return self._clock()
 
     def loaded(self) -> None:
-        """Take note that new weights were loaded."""
+        """Record that new weights were loaded."""
         self._loaded = self._clock()
 
     def asked(self) -> None:
-        """Take note that the trainer waits for a batch."""
+        """Record that the trainer waits for a batch."""
         self._asked = self._clock()
 
     def scored(self, group: Timed) -> None:
-        """Take note that a group is scored."""
+        """Record that a group is scored."""
         times = group.times
         scored = GroupScored(
             prompt=group.index,
@@ -101,11 +101,11 @@ class Timekeeper:
         self._journal.append(scored)
 
     def dropped(self, prompt: int, why: str) -> None:
-        """Take note that no step will have a group."""
+        """Record that no step will have a group."""
         self._journal.append(GroupDropped(prompt=prompt, why=why))
 
     def failed(self, failure: RolloutFailure, validation: int | None) -> None:
-        """Take note that a rollout is left out, of training or of the validation after a step."""
+        """Record that a rollout is left out, of training or of the validation after a step."""
         failed = RolloutFailed(
             prompt=failure.prompt,
             sample=failure.sample,
@@ -121,7 +121,7 @@ class Timekeeper:
         return 0.0 if time is None else round(time - self._began, 4)
 
     def taken(self, step: int, groups: Sequence[Timed], busy_s: Sequence[float]) -> Metrics:
-        """Take note that it has the batch of a step; return the shares of time since the one before.
+        """Record that it has the batch of a step; return the shares of time since the one before.
 
         Args:
             step: counted from 1.

@@ -340,7 +340,7 @@ class _Scope:
         return made
 
     def _parsed(self, parser: Made, name: str, node: ast.Call) -> object:
-        """Take note of an argument of the command line, or return what the command line says of all."""
+        """Declare an argument of the command line, or return the values of all."""
         if name == "parse_args":
             return Made("Namespace", {key: self._flags.get(key, usual) for key, usual in parser.given.items()}, 0)
         if name == "add_argument":

@@ -58,8 +58,8 @@ class BlockManager:
         """Return a new private block, used by one sequence; None if there is no memory left.
 
         Args:
-            parent: of a part of a prompt that is not to be found again: the part before it.
-            tokens: of such a part.
+            parent: block of the prompt's previous tokens; None for the first block, and behind the prompt.
+            tokens: those of the prompt in this block.
         """
         if not self._has_free():
             return None
