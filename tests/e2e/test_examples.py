@@ -24,10 +24,10 @@ def in_folder(folder, script):
         runpy.run_path(script, run_name="__main__")
 
 
-def rally(folder, *arguments):
+def rally(folder, *arguments, deadline_s=120):
     """Run the command line there, and return what it printed."""
     process = ForkedRally([*arguments], cwd=folder)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=deadline_s)
     assert process.returncode == 0, f"{arguments}: exit status {process.returncode}\n{printed}"
     return printed
 
@@ -129,3 +129,35 @@ def test_gsm8k_as_it_is_on_the_hub_trains_with_three_lines_for_its_columns(tmp_p
     rally(tmp_path, "train", "grpo.yaml", *keys, "trainer.name=gsm8k")
     found = [row for row in rows_of(tmp_path / "runs" / "gsm8k" / "metrics.jsonl") if "reward/mean" in row]
     assert [(row["reward/num_scored"], row["reward/failed"]) for row in found] == [(12, 0)]
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("games")
+    for file in (EXAMPLE.parent / "games").iterdir():
+        if file.suffix in {".py", ".yaml"}:
+            shutil.copy(file, folder)
+    for script in ("make_data.py", "make_model.py"):
+        in_folder(folder, script)
+    return folder
+
+
+def played(games, game, name, *keys):
+    rally(games, "train", f"{game}.yaml", f"trainer.name={name}", "cluster.runtime=inline", *keys, deadline_s=900)
+    return rows_of(games / "runs" / name / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("game", ["guess", "lake"])
+def test_the_games_train_on_what_was_said_turn_by_turn(games, game):
+    few = ("rollout.num_prompts=10", "rollout.group_size=2", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
+    rows = played(games, game, f"{game}-1", *few, "trainer.num_steps=1")
+    (trained,) = [row for row in rows if "actor/loss" in row]
+    assert trained["rollout/num_turns"] > 2
+    assert 1 < trained["rollout/turn_length"] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("game", ["guess", "lake"])
+def test_the_games_are_learned(games, game):
+    scores = [row["validation/score"] for row in played(games, game, game) if "validation/score" in row]
+    assert scores[-1] > scores[0] + 0.5

@@ -124,7 +124,7 @@ async def _play(
     messages = _first_messages(name, await thread.call(game.reset, example))
     while True:
         try:
-            message = await client.chat(messages)
+            message = await client.chat(messages, max_tokens=getattr(game, "max_tokens", None))
         except RowFullError:
             if not rewards:
                 raise
@@ -154,9 +154,7 @@ def _read_step(name: str, found: object) -> _Step:
     match found:
         case list():
             parts = (cast("object", found), None, False)
-        case {"role": _}:
-            parts = ([found], None, False)
-        case Mapping():
+        case Mapping() if "role" not in found:
             entries = cast("Mapping[object, object]", found)
             if strangers := [key for key in entries if key not in ("messages", "reward", "done", "metrics")]:
                 raise EpisodeError(f"{who} returned a dict with {strangers[0]!r}; {_STEP}")
@@ -189,6 +187,8 @@ def _read_done(who: str, found: object) -> bool:
 
 
 def _read_messages(who: str, found: object, expected: str) -> Sequence[Mapping[str, object]]:
+    if isinstance(found, Mapping) and "role" in found:
+        found = [cast("object", found)]
     if isinstance(found, list | tuple):
         messages = cast("Sequence[object]", found)
         wrong = [one for one in messages if not isinstance(one, Mapping) or "role" not in one]

@@ -18,12 +18,13 @@ class Counts:
     """A client that answers 0, 1, 2 ..., and has room for so many answers."""
 
     def __init__(self, room: int = 99) -> None:
-        self.heard, self._room = [], room
+        self.heard, self._room, self.limits = [], room, []
 
-    async def chat(self, messages=()):
+    async def chat(self, messages=(), *, max_tokens=None):
         if len(self.heard) == self._room:
             raise RowFullError("no room")
         self.heard.append(messages)
+        self.limits.append(max_tokens)
         return {"role": "assistant", "content": str(len(self.heard) - 1)}
 
 
@@ -113,6 +114,7 @@ def returning(*steps, first=None):
         ([ASKED, ([], None, True)], None),  # the reward function is to say it
         ([ASKED, (None, 1.0, True)], [0.0, 1.0]),
         ([ASKED[0], ([], 1.0, True, {})], [0.0, 1.0]),  # one message
+        ([(ASKED[0], 0.5, False), {"messages": ASKED[0]}, ([], 1.0, True)], [0.5, 0.0, 1.0]),
         ([ASKED * 3, (ASKED, 0.5, False), {"done": True}], [0.0, 0.5, 0.0]),
         ([(ASKED, 0.25, False, True, {})], [0.25]),
     ],
@@ -189,3 +191,16 @@ def test_a_step_that_hangs_holds_up_neither_the_end_of_its_episode_nor_that_of_t
     asyncio.run(give_up())
     assert all(each.daemon for each in threading.enumerate() if each.name == "episode Hangs")
     goes_on.set()
+
+
+def test_a_game_says_how_long_its_next_answer_may_be():
+    class Brief(Guess):
+        max_tokens = 2
+
+        def step(self, message):
+            self.max_tokens += 1
+            return super().step(message)
+
+    client = Counts()
+    asyncio.run(play(Brief, EXAMPLE, client))
+    assert client.limits == [2, 3, 4, 5]
