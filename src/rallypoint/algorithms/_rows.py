@@ -181,3 +181,11 @@ def normalized_in_groups(
     if normalize_std:
         centered = centered / (zeros.index_add(0, group, centered.square()) / count).sqrt()[group]
     return torch.where(differing(x, groups, sizes), centered, 0.0)
+
+
+def chance_of_none(num: Float[Tensor, " B"], num_wrong: Float[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
+    """Return C(num_wrong, k) / C(num, k): the chance that k of `num` are all wrong."""
+    chance = torch.ones_like(num)
+    for drawn in range(k):
+        chance = chance * ((num_wrong - drawn) / (num - drawn).clamp_min(1.0)).clamp_min(0.0)
+    return chance

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rallypoint.algorithms._rows import (
     NO_SIGNAL,
+    chance_of_none,
     differing,
     group_sums,
     normalized_in_groups,
@@ -142,65 +143,85 @@ class ReinforcePlusPlus(Advantage):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPO(Advantage):
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300).
+class GroupRelative(Advantage):
+    """Rewards of a row, or of its parts, against those of the group.
 
     A KL penalty in the reward enters scores and baselines. The standard deviation of a group whose rewards are
     all equal would then be that of the penalties alone, and dividing by it would blow up what the coefficient
     made small. Such a group is centred and not divided.
     """
 
-    token_discount: float | None
-    """None gives all tokens of a row the advantage of its score; a number gives each the normalised rewards from
-    it to the row's end, discounted (process supervision)."""
-    turn_discount: float | None = None
-    """A number compares each turn with those of the same place, by the rewards from it to the row's end, discounted
-    once a turn; see `group_relative_turn_advantages`. None: as `token_discount` says."""
+    @abc.abstractmethod
+    def divides(self) -> bool:
+        """Say whether it divides by the deviation of the group."""
 
-    normalizes_std: ClassVar[bool] = True
+    @abc.abstractmethod
+    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
+        """Return advantages whose parts of rows are compared, [T]; None if rows are compared as wholes."""
 
     def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
         """See `Advantage.estimate`."""
-        if not self._is_by_step:
-            return rewards.spread(rewards.centred(normalize_std=self.normalizes_std))
-        advantages = self._by_step(rewards, rewards.token_rewards, self.normalizes_std)
-        if rewards.penalty is None:
-            return advantages
-        alone = self._by_step(rewards, -rewards.penalty, normalize_std=False)
-        return torch.where(self.signal(rewards)[rewards.rows], advantages, alone)
+        advantages = self.of_parts(rewards, rewards.token_rewards, divides=self.divides())
+        if advantages is None:
+            return rewards.spread(rewards.centred(normalize_std=self.divides()))
+        alone = None if rewards.penalty is None else self.of_parts(rewards, -rewards.penalty, divides=False)
+        return advantages if alone is None else torch.where(self.signal(rewards)[rewards.rows], advantages, alone)
 
     def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
         """See `Advantage.signal`; under process supervision the rewards of tokens, or of turns, are compared."""
-        if not self._is_by_step:
+        earned = self.of_parts(rewards, rewards.earned, divides=False)
+        if earned is None:
             return rewards.differ
-        earned = self._by_step(rewards, rewards.earned, normalize_std=False)
         num_differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
         return group_sums(num_differing, rewards.groups) > 0
 
-    @property
-    def _is_by_step(self) -> bool:
-        return self.token_discount is not None or self.turn_discount is not None
 
-    def _by_step(self, rewards: Rewards, token_rewards: Tensor, normalize_std: bool) -> Tensor:
-        compare, discount = group_relative_turn_advantages, self.turn_discount
-        if discount is None:
-            compare, discount = group_relative_token_advantages, self.token_discount
-        assert discount is not None, "the caller has seen to it"
-        return compare(
-            token_rewards,
-            rewards.loss_mask,
-            rewards.offsets,
-            rewards.groups,
-            normalize_std=normalize_std,
-            discount=discount,
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPO(GroupRelative):
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300)."""
+
+    token_discount: float | None
+    """None gives all tokens the advantage of the score; a number gives each what follows (process supervision)."""
+
+    def divides(self) -> bool:
+        """See `GroupRelative.divides`."""
+        return True
+
+    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
+        """See `GroupRelative.of_parts`."""
+        if self.token_discount is None:
+            return None
+        where = rewards.loss_mask, rewards.offsets, rewards.groups
+        discount = self.token_discount
+        return group_relative_token_advantages(token_rewards, *where, normalize_std=divides, discount=discount)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
     """Dr. GRPO (arXiv 2503.20783): GRPO without the division, which favours prompts that are easy or hard."""
 
-    normalizes_std = False
+    def divides(self) -> bool:
+        """See `GroupRelative.divides`."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnGRPO(GroupRelative):
+    """GRPO of turns: each against those of the same place, by the rewards from it to the row's end."""
+
+    discount: float
+    """Discount of later turns, once a turn; see `group_relative_turn_advantages`."""
+    normalize_std: bool
+    """Whether to divide by the deviation, as GRPO; otherwise as Dr. GRPO."""
+
+    def divides(self) -> bool:
+        """See `GroupRelative.divides`."""
+        return self.normalize_std
+
+    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
+        """See `GroupRelative.of_parts`."""
+        where = rewards.loss_mask, rewards.offsets, rewards.groups
+        return group_relative_turn_advantages(token_rewards, *where, normalize_std=divides, discount=self.discount)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,8 +367,8 @@ class PassAtK(ByScore):
         right = self._right(rewards)
         count = group_sums(torch.ones_like(right).double(), rewards.groups)
         wrong = group_sums((~right).double(), rewards.groups)
-        mean = 1.0 - _chance_of_none(count, wrong, self.k)
-        own = torch.where(right, 1.0, 1.0 - _chance_of_none(count - 1, wrong - 1, self.k - 1))
+        mean = 1.0 - chance_of_none(count, wrong, self.k)
+        own = torch.where(right, 1.0, 1.0 - chance_of_none(count - 1, wrong - 1, self.k - 1))
         found = (own - mean) / (mean * (1.0 - mean)).sqrt()
         return torch.where(self.signal(rewards), found, 0.0)
 
@@ -362,18 +383,11 @@ class PassAtK(ByScore):
         return rewards.earned_scores > NO_SIGNAL * rewards.sizes
 
 
-def _chance_of_none(num: Float[Tensor, " B"], num_wrong: Float[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
-    """Return C(num_wrong, k) / C(num, k): the chance that k of `num` are all wrong."""
-    chance = torch.ones_like(num)
-    for drawn in range(k):
-        chance = chance * ((num_wrong - drawn) / (num - drawn).clamp_min(1.0)).clamp_min(0.0)
-    return chance
-
-
 ADVANTAGES: dict[str, type[Advantage]] = {
     "gae": GAE,
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
+    "turn_grpo": TurnGRPO,
     "lite_ppo": LitePPO,
     "rloo": RLOO,
     "reinforce_plus_plus": ReinforcePlusPlus,

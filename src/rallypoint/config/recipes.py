@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from rallypoint.config.check_algorithm import check_clipping, check_correction, check_kl, check_taught_correction
 from rallypoint.config.fields import Problem
-from rallypoint.config.sections.algorithms import DrGRPOConfig, GRPOConfig
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import RunConfig
@@ -73,6 +72,7 @@ COMPARES_GROUP = (
     "grpo",
     "gdpo",
     "dr_grpo",
+    "turn_grpo",
     "lite_ppo",
     "rloo",
     "reinforce_plus_plus_baseline",
@@ -125,15 +125,6 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
             ("reward.functions", "advantage.name"),
             f"advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
             "expected at least 2 in reward.functions and reward.models; with one take advantage.name=grpo",
-        )
-    elif isinstance(section := config.advantage, GRPOConfig | DrGRPOConfig) and None not in (
-        section.token_discount,
-        section.turn_discount,
-    ):
-        yield Problem(
-            ("advantage.token_discount", "advantage.turn_discount"),
-            "advantage.token_discount and advantage.turn_discount are both set: rewards are compared by token or by "
-            "turn; expected null for one of them",
         )
     elif config.advantage.name == "pass_at_k" and config.advantage.k > size:
         yield Problem(

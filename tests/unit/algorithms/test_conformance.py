@@ -82,14 +82,14 @@ BY_NAME = {
         {"token_discount": 1.0},
         lambda case: advantages.grpo_by_token(case, 1.0, normalize_std=False),
     ),
-    "grpo by turn": (
-        "grpo",
-        {"token_discount": None, "turn_discount": 0.75},
+    "turn_grpo": (
+        "turn_grpo",
+        {"discount": 0.75, "normalize_std": True},
         lambda case: advantages.grpo_by_turn(case, 0.75, normalize_std=True),
     ),
-    "dr_grpo by turn": (
-        "dr_grpo",
-        {"token_discount": None, "turn_discount": 1.0},
+    "turn_grpo like dr_grpo": (
+        "turn_grpo",
+        {"discount": 1.0, "normalize_std": False},
         lambda case: advantages.grpo_by_turn(case, 1.0, normalize_std=False),
     ),
     "reinforce_plus_plus by turn": (

@@ -24,7 +24,7 @@ ESTIMATORS = {
     "grpo": {"token_discount": None},
     "grpo by token": {"token_discount": 0.9},
     "dr_grpo": {"token_discount": None},
-    "grpo by turn": {"token_discount": None, "turn_discount": 0.9},
+    "turn_grpo": {"discount": 0.9, "normalize_std": True},
     "reinforce_plus_plus by turn": {"discount": 0.9, "unit": "turn"},
     "lite_ppo": {},
     "rloo": {},

@@ -399,8 +399,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("advantage.token_discount=0.5", "advantage.name=gae has the keys", "one of advantage.name=grpo or dr_grpo"),
     ),
     "fit: rewards by token and by turn": (
-        "recipe=grpo advantage.token_discount=0.5 advantage.turn_discount=1",
-        ("advantage.token_discount and advantage.turn_discount are both set", "expected null for one of them"),
+        "recipe=grpo advantage.name=turn_grpo advantage.token_discount=0.5",
+        ("advantage.token_discount=0.5", "advantage.name=turn_grpo has the keys"),
     ),
     "fit: advantage of another recipe": (
         "advantage.name=rloo",

@@ -166,7 +166,6 @@ def test_keys_of_another_name_may_wait_in_a_file():
     assert config.advantage.model_dump() == {
         "name": "grpo",
         "token_discount": 0.0,
-        "turn_discount": None,
         "whiten": False,
     }
     again = load_config("digits", ["recipe=grpo", "advantage.name=rloo"]).config

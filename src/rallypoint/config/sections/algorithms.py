@@ -24,7 +24,6 @@ _FUNCTION = "A function in a file, as file.py:function; see docs/algorithms.md."
 _PARAMETERS = "What the function takes by name, such as {floor: 0.1}."
 _WHITEN = "Scale the advantages of a step to mean 0 and deviation 1."
 _TOKEN_DISCOUNT = "Compare rewards token by token, and discount those after a token by this; null compares their sums."
-_TURN_DISCOUNT = "Compare turns of the same place by what is earned from there on, discounted by this once a turn."
 _CLIP_LOW, _CLIP_HIGH = "The ratio is clipped below 1 - clip_low.", "The ratio is clipped above 1 + clip_high."
 _DUAL_CLIP = "Bound of the ratio for negative advantages (arXiv 1912.09729); null for none."
 _ANCHOR = "The ratio compares with the policy at the start of the update, or with the sampler."
@@ -51,7 +50,6 @@ class GRPOConfig(Section):
 
     name: Literal["grpo"] = key("grpo", help="The estimator.")
     token_discount: float | None = key(None, at_least=0, at_most=1, help=_TOKEN_DISCOUNT)
-    turn_discount: float | None = key(None, at_least=0, at_most=1, help=_TURN_DISCOUNT)
     whiten: bool = key(False, help=_WHITEN)
 
 
@@ -60,7 +58,15 @@ class DrGRPOConfig(Section):
 
     name: Literal["dr_grpo"] = key("dr_grpo", help="The estimator.")
     token_discount: float | None = key(None, at_least=0, at_most=1, help=_TOKEN_DISCOUNT)
-    turn_discount: float | None = key(None, at_least=0, at_most=1, help=_TURN_DISCOUNT)
+    whiten: bool = key(False, help=_WHITEN)
+
+
+class TurnGRPOConfig(Section):
+    """Each turn against those of the same place in the prompt's other rollouts, by what is earned from there on."""
+
+    name: Literal["turn_grpo"] = key("turn_grpo", help="The estimator.")
+    discount: float = key(1.0, at_least=0, at_most=1, help="Discount of later turns' rewards, once a turn.")
+    normalize_std: bool = key(True, help="Divide by the deviation, as grpo does; false: as dr_grpo.")
     whiten: bool = key(False, help=_WHITEN)
 
 
@@ -136,6 +142,7 @@ AdvantageConfig = Annotated[
     GAEConfig
     | GRPOConfig
     | DrGRPOConfig
+    | TurnGRPOConfig
     | LitePPOConfig
     | RLOOConfig
     | ReinforcePlusPlusConfig
