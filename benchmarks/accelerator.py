@@ -197,7 +197,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
-    device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
+    device = (
+        torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator(check_available=True)
+    )
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu shows that it runs")
     if device.type != "cpu":  # as in every run

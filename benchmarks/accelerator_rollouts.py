@@ -160,7 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-graphs", action="store_true", help="launch every step kernel by kernel")
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
-    device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
+    device = (
+        torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator(check_available=True)
+    )
     if device is None:
         raise SystemExit("no accelerator was found; --models tiny --device cpu --dtype float32 shows that it runs")
     rate = bandwidth(device, 2**26 if device.type == "cpu" else 2**30)

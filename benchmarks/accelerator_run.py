@@ -82,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
-    device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
+    device = (
+        torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator(check_available=True)
+    )
     if device is None:
         raise SystemExit("no accelerator was found; --model tiny --device cpu shows that it runs")
     table, is_equal = Table(COLUMNS, wanted.json), True

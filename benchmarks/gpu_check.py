@@ -40,7 +40,7 @@ missing = [name for name in {needed!r} if importlib.util.find_spec(name) is None
 found = {{"python": platform.python_version(), "missing": missing, "device": None}}
 if "torch" not in missing:
     import torch
-    wanted = {device!r} or torch.accelerator.current_accelerator()
+    wanted = {device!r} or torch.accelerator.current_accelerator(check_available=True)
     found["torch"] = torch.__version__
     if wanted is not None:
         device = torch.device(wanted)

@@ -161,7 +161,7 @@ def way(name: str, dtype: torch.dtype, how: Way) -> tuple[float, float]:
     """
     shape = SHAPES[name]
     model = make_model(shape, dtype, ATTENTION).eval()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     meter = MemoryMeter(device, resident_bytes(device))
     engine: TrainingEngine[ActorBatch] = TrainingEngine(
         ModelShard.whole(model.to(device)),  # pyright: ignore[reportArgumentType]

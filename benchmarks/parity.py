@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--roles", nargs="+", default=["actor", "critic"], choices=["actor", "critic"])
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
-    device = torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator()
+    device = (
+        torch.device(wanted.device) if wanted.device else torch.accelerator.current_accelerator(check_available=True)
+    )
     if device is None:
         raise SystemExit("no accelerator was found; --device cpu shows that it runs")
     table, is_fine = Table(COLUMNS, wanted.json), True

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 
 def trained(model, activations):
     """Return the gradients of a step, and the most bytes that the device held for it."""
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     gc.collect()
     before = torch.accelerator.memory_allocated()  # gradients of earlier steps
     engine = TrainingEngine(

@@ -12,7 +12,7 @@ UPDATE = Path(__file__).parents[1] / "shared" / "update_bits.py"
 
 
 def test_two_processes_that_make_the_same_update_have_the_same_bits():
-    device = torch.accelerator.current_accelerator().type
+    device = torch.accelerator.current_accelerator(check_available=True).type
     first, second = (
         subprocess.run([sys.executable, UPDATE, device], capture_output=True, text=True, check=True, timeout=120)
         for _ in range(2)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_gradient_of_states_that_many_rows_share_has_the_same_bits_every_time(dtype):
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     states = torch.randn(64, 256, device=device, dtype=dtype, requires_grad=True)
     places = torch.randint(0, 8, (4096,))
     grad = torch.randn(4096, 256, device=device, dtype=dtype)

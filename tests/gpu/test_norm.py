@@ -17,7 +17,7 @@ def test_values_and_gradients_are_those_of_a_cpu(dtype, offset):
     states = torch.randn(7, 64, generator=generator).to(dtype)
     weight = (1 - offset + 0.1 * torch.randn(64, generator=generator)).to(dtype)
     grad = torch.randn(7, 64, generator=generator).to(dtype)
-    for device in (torch.device("cpu"), torch.accelerator.current_accelerator()):
+    for device in (torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)):
         leaf = states.to(device, copy=True).requires_grad_()
         norm = RMSNorm(torch.nn.Parameter(weight.to(device, copy=True)), 1e-6, offset)
         out = norm(leaf)

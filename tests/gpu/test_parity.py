@@ -27,5 +27,5 @@ def expected(take):
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("cap", CAPS.values(), ids=CAPS)
 def test_steps_in_bfloat16_are_those_of_the_cpu_in_float64(take, expected, cap, padded):
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     assert beyond_bounds(take("bfloat16", device=device, cap=cap, padded=padded), expected) == {}

@@ -29,7 +29,7 @@ def take(rendezvous, plan, device, into):
 
 
 def test_weights_arrive_in_another_process_through_device_memory():
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator is not None
     held = {"w": Held(torch.bfloat16, Part.whole(SHAPE))}
     manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16, checksum="sums")

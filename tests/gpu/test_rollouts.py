@@ -22,7 +22,7 @@ from rallypoint.types import Prompts, offsets_from_lengths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")]
 
-DEVICE = torch.accelerator.current_accelerator()
+DEVICE = torch.accelerator.current_accelerator(check_available=True)
 PARAMS = SamplingParams(max_new_tokens=100, seed=3, stop_tokens=(0,))
 GAPS = {"float32": 1e-4, "bfloat16": 0.3}
 """Between logprobs, in nats."""

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 
 
 def test_a_sleeping_engine_leaves_the_device_and_wakes_with_the_same_bits(make_model):
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     before = torch.accelerator.memory_allocated()
     engine = TrainingEngine(
         ModelShard.whole(make_model().to(device)),
