@@ -33,7 +33,24 @@ def _sent_whole():
     return reward
 
 
-reward = _sent_whole()
+def _of_turns():
+    """Return a function of the turns, likewise."""
+
+    def reward(completion, turns, metrics, prompt_index, sample_index):
+        first, second = turns
+        return {
+            "score": float(completion == first["response"] + second["response"]),
+            "says": float(second["prompt"] == "12" and second["prompt_ids"] == [6, 7]),
+            "ids": float(len(second["response_ids"])),
+            "is_cut": float((second["finish_reason"], second["limit"]) == ("length", "turn")),
+            "asked": metrics["asked"],
+            "place": float(10 * prompt_index + sample_index),
+        }
+
+    return reward
+
+
+reward, reward_of_turns = _sent_whole(), _of_turns()
 
 
 @pytest.fixture
@@ -131,6 +148,30 @@ def test_turns_are_measured_also_of_groups_that_were_replaced(train):
     assert step["rollout/turn_length/3"] <= 2
     assert (step["rollout/tool_calls"], step["rollout/tool_errors"]) == (2, 0.25)
     assert step["rollout/environment_s_max"] >= step["rollout/environment_s"] >= 0
+
+
+def test_a_reward_function_gets_the_turns_with_what_was_said_and_what_the_episode_counted(train):
+    run_with, again = train
+
+    async def asks_twice(client, example):
+        await client.sample(client.prompt)
+        last = await client.sample(again, max_tokens=2)
+        return {"asked": 2, "cut": last.truncated}
+
+    rows = run_with(episode=asks_twice, reward=reward_of_turns, num_steps=1).rollouts(1)
+    assert len(rows) == 4
+    for row in rows:
+        assert row["score"] == 1.0
+        sampled = row["loss_mask"]
+        last = len(sampled) - max(at for at, mine in enumerate(sampled) if not mine) - 1
+        said = row["reward_extras"]
+        assert said == {
+            "says": 1.0,
+            "ids": last,
+            "is_cut": float(row["finish_reason"] == "length"),
+            "asked": 2.0,
+            "place": 10 * row["prompt_index"] + row["sample_index"],
+        }
 
 
 def test_a_resumed_run_ends_with_the_same_weights_and_wants_the_episode_again(train, tmp_path):

@@ -33,7 +33,10 @@ _MAX_BYTES = 64 * 2**20
 _USUAL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _RESPONSE = ("completion", "response", "solution_str")
 _IDS = "completion_ids"
-_FURTHER = ("token_ids", "tokens", "logprobs", "finish_reason")
+_FURTHER = (
+    *("token_ids", "tokens", "logprobs", "finish_reason"),
+    *("turns", "metrics", "prompt_index", "sample_index"),
+)
 """Arguments that a call has only for a function that names them. A column of such a name goes before them."""
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainers give a reward function besides, and a run here does not."""

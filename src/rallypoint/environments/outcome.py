@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, cast, get_args, runtime_checkable
 
 from rallypoint.environments.reward import PARAMETERS, PLURAL_PARAMETERS, Wants
 from rallypoint.user_code import format_user_traceback
@@ -46,6 +46,19 @@ TAKEN = frozenset(
 """Metrics of every run under `reward/`, or of a run with a reward model."""
 NONE = "the reward function returned None, so it does not apply (without `return` a function returns None, too)"
 NO_TOKEN = "the response has no token that a score could be placed on"
+
+
+class TurnSaid(TypedDict):
+    """One turn of a rollout, as a function gets it."""
+
+    prompt: str
+    """Text of what was said before: the prompt, or what the episode put behind the response before."""
+    prompt_ids: list[int]
+    response: str
+    response_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+    limit: Literal["turn", "row", "engine"] | None
+    """The limit at which it was cut off."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +83,12 @@ class RewardCall:
     """Log-probability of each token, as sampled."""
     messages: tuple[dict[str, str], ...] = ()
     """The prompt: role and content of each message."""
+    turns: tuple[TurnSaid, ...] = ()
+    """The rollout turn by turn."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Numbers that its episode returned."""
+    sample: int = 0
+    """Number of the rollout among those of its prompt."""
 
     def arguments(self, more: Sequence[str]) -> dict[str, Any]:
         """Return the arguments by name, further ones only where they are wanted."""
@@ -86,6 +105,10 @@ class RewardCall:
             "messages": list(self.messages),
             "finish_reason": "stop" if self.ended else "length",
             "groups": self.group,
+            "prompt_index": self.group,
+            "sample_index": self.sample,
+            "turns": [dict(each) for each in self.turns],
+            "metrics": dict(self.metrics),
         }
         return usual | {name: further[name] for name in more}
 

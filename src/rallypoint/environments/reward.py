@@ -25,7 +25,10 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every function is called with, by name."""
 PLURAL_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
 """What a function of several responses is called with, each a list with an entry for each response."""
-MORE_PARAMETERS = ("token_ids", "tokens", "logprobs", "messages", "finish_reason", "groups")
+MORE_PARAMETERS = (
+    *("token_ids", "tokens", "logprobs", "messages", "finish_reason"),
+    *("turns", "metrics", "prompt_index", "sample_index", "groups"),
+)
 """What a function is called with besides if it names them; `groups` makes one of several responses that of a batch."""
 _SIGNATURE = f"({', '.join(PARAMETERS[:-1])}, extra_info=None), and any of {', '.join(MORE_PARAMETERS[:-1])}"
 

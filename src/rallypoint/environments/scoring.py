@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import Advantage, has_signal
 from rallypoint.data.dataset import Example
+from rallypoint.environments.asking import Asking
 from rallypoint.environments.failures import RewardFailure, RolloutFailure, check_failures, most_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import (
@@ -37,6 +38,7 @@ from rallypoint.environments.outcome import (
 )
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
 from rallypoint.types.metrics import Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
+from rallypoint.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from rallypoint.config import RewardConfig
@@ -150,7 +152,7 @@ class Scoring:
         self._num_failures = 0
 
     def add(self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None] = (),
-            failed: Sequence[RolloutFailure] = ()) -> None:  # fmt: skip
+            failed: Sequence[RolloutFailure] = (), rollouts: Sequence[Trajectory] = ()) -> None:  # fmt: skip
         """Have a group scored.
 
         Args:
@@ -159,11 +161,12 @@ class Scoring:
             examples: the example of each row.
             own: scores of rows that need no function, None of others; empty if all need it.
             failed: rollouts of the group that are no rows; they count as failures.
+            rollouts: the rows turn by turn, for a function that asks for turns; empty: each is a single turn.
         """
         if len(rows) != len(examples):
             raise ValueError(f"{len(rows)} rollouts and {len(examples)} examples: one each is needed")
         self._failed += failed
-        self._events.put(lambda: self._begin(index, rows, examples, own or [None] * len(rows)))
+        self._events.put(lambda: self._begin(index, rows, examples, own or [None] * len(rows), rollouts))
 
     def finish(self) -> None:
         """Let `run` return when all groups that were added are scored."""
@@ -195,12 +198,20 @@ class Scoring:
         check_failures([*self._failed, *failures], self._num_rows, self._max_failed)
         return groups
 
-    def _begin(self, index: int, rows: RolloutBatch, examples: Sequence[Example], own: Sequence[Scores | None]) -> None:
+    def _begin(
+        self,
+        index: int,
+        rows: RolloutBatch,
+        examples: Sequence[Example],
+        own: Sequence[Scores | None],
+        rollouts: Sequence[Trajectory],
+    ) -> None:
         texts = self._decode(responses) if (responses := rows.responses()) else []
         self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [*own])
         wants = self._grader.wants
+        asking = Asking(rows, wants.more, self._decode, self._token_texts, rollouts)
         calls = {
-            row: _call(rows, row, example, response, text, wants.more, self._token_texts)
+            row: asking.call(row, example, response, text)
             for row, (example, response, text) in enumerate(zip(examples, responses, texts, strict=True))
             if own[row] is None
         }
@@ -314,34 +325,6 @@ def _failures_of(groups: Sequence[ScoredGroup]) -> list[RewardFailure]:
         for row, (sample, example, outcome) in enumerate(rows)
         if isinstance(outcome, Failure)
     ]
-
-
-def _call(
-    batch: RolloutBatch,
-    row: int,
-    example: Example,
-    response: Sequence[int],
-    text: str,
-    more: Sequence[str],
-    token_texts: Callable[[Sequence[int]], Sequence[str]],
-) -> RewardCall:
-    token_ids = tuple(response)
-    part = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
-    logprobs = batch.rollout_logprobs[part][batch.loss_mask[part]].tolist() if "logprobs" in more else ()
-    messages = [{"role": each.role, "content": each.content} for each in example.prompt] if "messages" in more else ()
-    return RewardCall(
-        name=f"{example.name}, sample {int(batch.sample_index[row])}",
-        data_source=example.data_source,
-        solution_str=text,
-        ground_truth=example.ground_truth,
-        extra_info=example.extra_info,
-        token_ids=token_ids,
-        ended=not bool(batch.truncated[row]),
-        group=int(batch.prompt_index[row]),
-        tokens=tuple(token_texts(token_ids)) if "tokens" in more else (),
-        logprobs=tuple(logprobs),
-        messages=tuple(messages),
-    )
 
 
 def _add_model_score(outcome: Outcome | None, num_tokens: int, score: float, model: ModelScores) -> Outcome | None:

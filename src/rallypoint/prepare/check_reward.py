@@ -24,11 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RunConfig
 from rallypoint.data import Example, TemplateProbe, load_dataset, make_digits
 from rallypoint.data.tokenizer import TokenTexts
+from rallypoint.environments.asking import bare_turn, said
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
 from rallypoint.errors import RewardError
 from rallypoint.prepare.model_limits import read_models
 from rallypoint.run.data_sets import data_sets
+from rallypoint.run.rollouts import in_words
 
 FORMS: dict[str, str] = {
     "as it is": "{}",
@@ -331,6 +333,7 @@ def _call(
     texts: Callable[[Sequence[int]], Sequence[str]],
 ) -> RewardCall:
     """Return what the reward is asked about an answer."""
+    asked = in_words(example)
     token_ids = encode(text) or (0,)  # a response has a token: the one that ends it
     return RewardCall(
         name=example.name,
@@ -343,4 +346,5 @@ def _call(
         tokens=tuple(texts(token_ids)) if "tokens" in more else (),
         logprobs=(0.0,) * len(token_ids) if "logprobs" in more else (),
         messages=tuple({"role": one.role, "content": one.content} for one in example.prompt),
+        turns=(said(bare_turn(encode(asked), token_ids), asked, text),) if "turns" in more else (),
     )

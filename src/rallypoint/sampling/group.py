@@ -259,8 +259,9 @@ class InFlight:
         )
         times.sampled = self._watch.times.now()
         times.turns = tuple(turns_of(kept))
-        batch.scoring.add(place, rows, [prompt.example] * len(rows), [*map(scores_of, kept.values())], failures)
-        return Group(rows, tuple(failures), tuple(kept.values()))
+        own, rollouts = [*map(scores_of, kept.values())], tuple(kept.values())
+        batch.scoring.add(place, rows, [prompt.example] * len(rows), own, failures, rollouts)
+        return Group(rows, tuple(failures), rollouts)
 
     def hurry(self) -> None:
         """From now on give episodes and the reward function only a few seconds, because the run is ending."""

@@ -233,6 +233,7 @@ SCOPES = [
     ("solution_strs, **rows", Wants("group")),
     ("solution_strs, groups, tokens, **rows", Wants("batch", ("tokens", "groups"))),
     ("solution_str, groups=None, **row", Wants("response")),
+    ("turns, metrics, sample_index=0, **row", Wants("response", ("turns", "metrics", "sample_index"))),
     (
         "solution_str, messages, finish_reason, logprobs, **row",
         Wants("response", ("logprobs", "messages", "finish_reason")),
