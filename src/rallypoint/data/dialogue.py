@@ -21,6 +21,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from rallypoint.data.legible import control_tokens
 from rallypoint.data.template import (
     MEND_TEMPLATE,
     TemplateProbe,
@@ -76,9 +77,10 @@ class Dialogue:
         """Write a conversation in the chat template, with the cue for the assistant.
 
         Raises:
-            ModelError: it does not fit the template, or a message is not in what that writes.
+            ModelError: it does not fit the template, a message is not in what that writes, or has a control token.
         """
         text = chat_text(tokenizer, messages, tools)
+        _check_no_control(tokenizer, messages)
         return cls(tokenizer, tuple(stop_tokens), tuple(messages), _encode(tokenizer, text), tuple(tools))
 
     @property
@@ -118,6 +120,7 @@ class Dialogue:
 
     def _following(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the tokens that follow on any answer, from that on which ends it."""
+        _check_no_control(self.tokenizer, messages)
         borders = _Borders.of(self.tokenizer, self.stop_tokens)
         said = json.dumps([*messages], default=str)
         mark = next(mark for number in itertools.count(7) if (mark := f"mark{number}") not in said)
@@ -254,9 +257,24 @@ def _written(
 
 
 def _check_whole(messages: Sequence[ChatMessage], text: str) -> None:
-    said = [{"role": str(one["role"]), "content": str(one.get("content") or "")} for one in messages]
-    if (problem := left_out(said, text)) is not None:
+    if (problem := left_out(_texts(messages), text)) is not None:
         raise ModelError(f"{problem}; {MEND_TEMPLATE}")
+
+
+def _check_no_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]) -> None:
+    """Refuse messages that would write the end of a message, or another one, such as what a tool has read somewhere."""
+    control = control_tokens(tokenizer)
+    for index, one in enumerate(_texts(messages)):
+        # What the policy says is its own, and is encoded only where somebody goes back in the conversation.
+        if one["role"] != "assistant" and control is not None and (found := control.search(one["content"])):
+            raise ModelError(
+                f"the text of message {index} ({one['role']}) has {found.group()!r}, which is a control token of the "
+                "tokenizer: it would end the message or begin another one; take it out, or write it in another way"
+            )
+
+
+def _texts(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    return [{"role": str(one["role"]), "content": str(one.get("content") or "")} for one in messages]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

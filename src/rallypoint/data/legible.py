@@ -10,6 +10,7 @@ words.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -42,8 +43,7 @@ class Legibility:
     def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Legibility:
         """Examine a tokenizer for all texts that it will encode."""
         unknown = _unknown_tokens(tokenizer)
-        names = sorted(_control_tokens(tokenizer) | set(unknown.values()), key=len, reverse=True)
-        control = re.compile("|".join(map(re.escape, names))) if names else None
+        control = _finding(_control_tokens(tokenizer) | set(unknown.values()))
         known = frozenset[str]().union(*texts)
         return cls(tokenizer, control, unknown, _lost_characters(tokenizer, known), known)
 
@@ -105,6 +105,17 @@ class Legibility:
         pieces = [(token, text[start:stop]) for token, (start, stop) in zip(ids, places, strict=True)]
         # The name itself may stand in the template: some tokenizers have one token for the end and the unknown.
         return [piece for token, piece in pieces if token in self.unknown and piece != self.unknown[token]]
+
+
+@functools.lru_cache(maxsize=16)
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return what finds a control token in text; None if the tokenizer, which stays as it is, has none."""
+    return _finding(_control_tokens(tokenizer))
+
+
+def _finding(names: set[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if names else None
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
