@@ -175,8 +175,8 @@ def find_misfit(function: object) -> str | None:
 
     >>> def run(base_url, api_key, example): ...
     >>> def other(client): ...
-    >>> find_misfit(run), find_misfit(other)[:67]
-    (None, 'expected a function of (base_url, api_key, example), async or not; t')
+    >>> find_misfit(run), find_misfit(other)[:65]
+    (None, 'expected a function of (base_url, api_key, example), async or not')
     """
     if not callable(function) or isinstance(function, type):
         return f"{_EXPECTED}, found {getattr(function, '__name__', type(function).__name__)}"

@@ -257,9 +257,10 @@ def test_a_saved_model_is_asked_by_eval_chat_and_serve_as_it_was_in_training(tmp
     tokenizer = load_tokenizer(saved, trust_remote_code=False)
     for number in (0, 7):
         (turn,), ids = found.train.examples[number].prompt, found.train.token_ids[number]
-        text = cued_text(tokenizer, [{"role": turn.role, "content": turn.content}])  # as `rally chat`
+        asked = [{"role": turn.role, "content": turn.content}]
+        text = cued_text(tokenizer, asked)  # as `rally chat`
         assert tuple(tokenizer.encode(text, add_special_tokens=False)) == ids
-        assert asyncio.run(Codec(tokenizer).encode_chat([(turn.role, turn.content)], max_tokens=32)) == ids
+        assert asyncio.run(Codec(tokenizer).encode_chat(asked, max_tokens=32)) == ids
     evaluated = encode_prompts(tokenizer, found.train.examples, max_prompt_tokens=32)
     assert evaluated.token_ids == found.train.token_ids
 
