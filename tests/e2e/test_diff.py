@@ -75,11 +75,7 @@ PLANTS = {
     "a row that was changed": ({"data": "changed.jsonl"}, (), "2 prompts"),
     "a reward that differs once": ({"function": "once"}, (), "2 scores"),
     "another advantage": ({}, ("advantage.whiten=true",), "1 advantages"),
-    "another cap of micro-batches": (
-        {},
-        ("engine.max_tokens_per_micro_batch=32",),
-        "1 actor/",
-    ),  # rounding: loss or norm
+    "another cap of micro-batches": ({}, ("engine.max_tokens_per_micro_batch=32",), "1 actor/grad_norm"),
     "another learning rate": ({}, ("actor.optimizer.lr=4e-3",), "1 actor/grad_norm"),
     "another number of epochs": ({}, ("actor.num_epochs=2",), "1 actor/grad_norm"),
     "a bit of the model": ({"model": "flipped"}, (), "1 logprobs"),
@@ -97,7 +93,9 @@ def test_a_planted_difference_is_named_at_its_step_and_place(runs, own, first, p
     given, more, place = PLANTS[plant]
     other = start(runs, own, "other", *more, **given)
     found, where = compared(first, other)
-    assert where.startswith(place), (where, found)
+    if plant == "another cap of micro-batches" and where == "1 actor/loss":
+        place = where  # sums of other parts round otherwise: with some builds of torch the loss does, too
+    assert where == place, (where, found)
     said = CliRunner().invoke(app, ["diff", str(first), str(other)])
     assert said.exit_code == 1
     step, what = place.split()
