@@ -135,7 +135,8 @@ def _templates_of_trl():
     """Return the templates of the package trl, if it is there: published ones, and some that it has changed."""
     found = importlib.util.find_spec("trl")
     folders = found.submodule_search_locations if found else None
-    return sorted(Path(folders[0]).glob("chat_templates/*.jinja")) if folders else []
+    missing = pytest.param(Path("trl"), marks=pytest.mark.skip(reason="trl is not installed"))
+    return sorted(Path(folders[0]).glob("chat_templates/*.jinja")) if folders else [missing]
 
 
 @pytest.mark.parametrize("file", _templates_of_trl(), ids=lambda file: file.stem)
@@ -148,12 +149,7 @@ def test_published_templates_are_continued_as_they_write_themselves(file):
     SPECIAL.setdefault(template, tuple(dict.fromkeys(["<|bos|>", *marks, "<|eos|>"])))
     tokenizer = make_chat_tokenizer(template)
     take_texts(tokenizer)
-    try:
-        text = chat_text(tokenizer, [*ASKED, ANSWER, *AGAIN])
-        if "zq4" not in text:
-            pytest.skip("it leaves out the answer")
-    except ModelError as error:
-        pytest.skip(str(error))
+    text = chat_text(tokenizer, [*ASKED, ANSWER, *AGAIN])
     dialogue = Dialogue(tokenizer, (tokenizer.eos_token_id,), (*ASKED, ANSWER), (5,))
     added = dialogue.continue_with(AGAIN).tokens[1:]
     assert tuple(encode(tokenizer, text)[-len(added) :]) == added
