@@ -70,7 +70,7 @@ def train(tmp_path):
 
 
 def sampled(run, step):
-    names = ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "versions", "score")
+    names = ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "turns", "metrics", "score")
     return [{name: row[name] for name in names if name in row} for row in run.rollouts(step)]
 
 

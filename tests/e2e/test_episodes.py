@@ -268,6 +268,20 @@ def test_a_rollout_of_several_sequences_is_shown_and_leaves_as_a_training_trace(
     run = run_with(num_steps=1, episode=branches, reward=None)
     shown = CliRunner().invoke(app, ["show", str(run.folder), "--best", "1"])
     assert "3 sequences" in shown.output, shown.output
+    assert "turn 5 begins anew:" in shown.output
+    tokenizer = load_tokenizer(str(run.folder / "checkpoints" / "step_000001"))
+    for row in run.rollouts(1):
+        ids, left = [*row["prompt_ids"], *row["response_ids"]], [False] * len(row["prompt_ids"]) + row["loss_mask"]
+        *first, continuing, last = [turn["parent"] for turn in row["turns"]]
+        assert (first, last) == ([-1, 0, 0], -1)
+        assert continuing in (1, 2), "one of the two that were asked at the same time"
+        for turn in row["turns"]:
+            part = slice(turn["start"], turn["start"] + turn["length"])
+            assert tokenizer.decode(ids[part], skip_special_tokens=True) == turn["response"]
+            assert all(left[part])
+            left[part] = [False] * turn["length"]
+        assert not any(left), "each sampled token is in one turn"
+        assert row["turns"][0]["said"] == [{"role": "user", "text": row["prompt"]}]
     file = tmp_path / "traces.jsonl"
     said = CliRunner().invoke(app, ["show", str(run.folder), "--traces", str(file)])
     assert f"4 rollouts of step 1 in {file}" in said.output.replace("\n", "")

@@ -40,6 +40,8 @@ def list_runs(folder: str) -> None:
 _EACH = 2
 _MAX_LINES = 12
 """Lines of each text, without --full."""
+_FIRST_TURNS, _LAST_TURNS = 6, 2
+"""Turns of a rollout that are printed, without --full."""
 
 
 def show(
@@ -184,16 +186,69 @@ def _title(title: str, row: Row) -> Text:
 
 
 def _body(row: Row, width: int, max_lines: int | None) -> Iterable[Text]:
-    for label in ("prompt", "response", "ground_truth"):
-        yield from _labelled(label.replace("ground_", ""), _lines(row[label], width - _LABEL_CELLS, max_lines))
+    cells = width - _LABEL_CELLS
+    if row.get("turns"):  # which files of older versions lack
+        yield from _conversation(row, cells, max_lines)
+    else:
+        yield from _labelled("prompt", _lines(row["prompt"], cells, max_lines))
+        yield from _labelled("response", _lines(row["response"], cells, max_lines))
+    yield from _labelled("truth", _lines(row["ground_truth"], cells, max_lines))
     if row["failure"] is not None:
-        yield from _labelled("failure", _lines(row["failure"], width - _LABEL_CELLS, max_lines), PALETTE["wrong"])
+        yield from _labelled("failure", _lines(row["failure"], cells, max_lines), PALETTE["wrong"])
     numbers = {**(row["reward_parts"] or {}), **(row["reward_extras"] or {})}
     if numbers:
-        named = ((clean(name), "none" if value is None else f"{value:.4g}") for name, value in numbers.items())
-        said = ", ".join(f"{name} {value}" for name, value in named)
-        yield from _labelled("rewards", wrap(said, width - _LABEL_CELLS))
-    yield from _labelled("tokens", wrap(_tokens(row), width - _LABEL_CELLS), "dim")
+        yield from _labelled("rewards", wrap(_named(numbers), cells))
+    if counted_by_episode := _counted(row):
+        yield from _labelled("metrics", wrap(counted_by_episode, cells))
+    yield from _labelled("tokens", wrap(_tokens(row), cells), "dim")
+
+
+def _conversation(row: Row, cells: int, max_lines: int | None) -> Iterable[Text]:
+    """Print what was said, turn by turn; turns in the middle of many are left out, and that is said."""
+    turns: Sequence[Row] = row["turns"]
+    left_out = range(0) if max_lines is None else range(_FIRST_TURNS, len(turns) - _LAST_TURNS)
+    for number, turn in enumerate(turns):
+        if number in left_out:
+            if number == left_out.start:
+                yield from _labelled("", [f"... {counted(len(left_out), 'more turn')} (--full)"])
+            continue
+        if turn["parent"] != number - 1:
+            where = "begins anew" if turn["parent"] < 0 else f"goes on after turn {turn['parent'] + 1}"
+            yield from _labelled("", [f"turn {number + 1} {where}:"], "dim")
+        for message in turn["said"]:
+            yield from _labelled(clean(message["role"]) or "context", _lines(message["text"], cells, max_lines))
+        yield from _labelled(f"policy {number + 1}", _lines(turn["response"], cells, max_lines), "bold")
+        yield from _labelled("", wrap(_turn_tokens(row, turn), cells), "dim")
+
+
+def _turn_tokens(row: Row, turn: Row) -> str:
+    """Say how long a response is, how likely it was, what it got, and at which limit it was cut off."""
+    begin = turn["start"] - len(row["prompt_ids"])
+    said = slice(begin, begin + turn["length"])
+    if not turn["length"]:
+        return "no token"
+    parts = [counted(turn["length"], "token"), _perplexity(row["rollout_logprobs"][said])]
+    if row["token_rewards"] is not None:
+        parts.append(f"reward {math.fsum(row['token_rewards'][said]):.4g}")
+    return ", ".join([*parts, *([f"cut off ({turn['limit']} limit)"] if turn["limit"] else [])])
+
+
+def _counted(row: Row) -> str:
+    """Say what an episode counted, and what it took; nothing of rollouts without one."""
+    parts = [_named(row["metrics"])] if row.get("metrics") else []
+    if row.get("num_tool_calls"):
+        parts.append(f"{counted(row['num_tool_calls'], 'tool call')}, {row['num_tool_errors']} of them failed")
+    if row.get("environment_s"):
+        parts.append(f"{row['environment_s']:.3g} s in the environment")
+    return ", ".join(parts)
+
+
+def _named(numbers: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{clean(name)} {'none' if value is None else f'{value:.4g}'}" for name, value in numbers.items())
+
+
+def _perplexity(logprobs: Sequence[float]) -> str:
+    return f"perplexity {math.exp(min(-finite_mean(logprobs), 700.0)):.3g}"
 
 
 def _tokens(row: Row) -> str:
@@ -202,12 +257,13 @@ def _tokens(row: Row) -> str:
     logprobs = [value for value, mine in zip(row["rollout_logprobs"], sampled, strict=True) if mine]
     ended = "cut off at the limit" if row["finish_reason"] == "length" else "ended by itself"
     parts = [f"{len(row['prompt_ids'])} + {sum(sampled)}, {ended}"]
-    if turns := sum(not sampled[place - 1] for place in range(1, len(sampled)) if sampled[place]):
-        parts.append(f"{turns + 1} turns")
+    breaks = sum(not sampled[place - 1] for place in range(1, len(sampled)) if sampled[place])
+    if (turns := len(row.get("turns") or ()) or breaks + 1) > 1:
+        parts.append(f"{turns} turns")
     if starts := sum(row.get("sequence_starts") or ()):
         parts.append(f"{starts + 1} sequences")
     if logprobs:
-        parts.append(f"perplexity {math.exp(min(-finite_mean(logprobs), 700.0)):.3g}")
+        parts.append(_perplexity(logprobs))
     if row["advantages"]:
         learned = [value for value, mine in zip(row["advantages"], sampled, strict=True) if mine]
         parts.append(f"advantage {finite_mean(learned):+.3f}")

@@ -64,6 +64,8 @@ class Dialogue:
     """Ids of all of it, with the cue for the assistant at the end unless it ends with an answer."""
     tools: tuple[ChatMessage, ...] = ()
     """OpenAI's function schemas, which the template is given."""
+    num_old: int = 0
+    """Messages that stood there before the newest ones were added."""
 
     @classmethod
     def begin(
@@ -109,7 +111,8 @@ class Dialogue:
         # Another end than the template's stands in for it; a token that begins the next message is part of that.
         if last == ids[0] or (last in self.stop_tokens and ids[0] in borders.closing):
             ids = ids[1:]
-        return dataclasses.replace(self, messages=(*self.messages, *messages), tokens=self.tokens + ids)
+        num_old, tokens = len(self.messages), self.tokens + ids
+        return dataclasses.replace(self, messages=(*self.messages, *messages), tokens=tokens, num_old=num_old)
 
     def new_of(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage] | None:
         """Return what a whole conversation adds to this one; None if it does not begin with what was said here."""

@@ -5,11 +5,13 @@ Owns: which of the messages of a call are new. Must not know: engines, rows.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rallypoint.data import ChatMessage, Dialogue, Message, read_answer
 from rallypoint.data.files import found
+from rallypoint.data.tool_formats import calls_of
 from rallypoint.errors import EpisodeError, ModelError
 
 if TYPE_CHECKING:
@@ -83,6 +85,22 @@ class Chat:
         if not tools and messages in ([], own):  # its tokens may be cut, see data.on_too_long
             return Dialogue(self._tokenizer, self._stop_tokens, tuple(own), prompt)
         return Dialogue.begin(self._tokenizer, messages or own, tools, stop_tokens=self._stop_tokens)
+
+
+def said_in(asked: Dialogue) -> tuple[tuple[str, str], ...]:
+    """Return role and text of each of its newest messages, for people."""
+    return tuple(map(_in_words, asked.messages[asked.num_old :]))
+
+
+def _in_words(message: ChatMessage) -> tuple[str, str]:
+    """Return role and text of a message; the text of calls is name and arguments.
+
+    >>> _in_words({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]})
+    ('assistant', 'f({"a": 1})')
+    """
+    called = [(one.name, json.dumps(one.arguments, ensure_ascii=False, default=str)) for one in calls_of(message)]
+    content = [str(message["content"])] if message.get("content") else []
+    return str(message["role"]), "\n".join([*content, *(f"{name}({arguments})" for name, arguments in called)])
 
 
 def _listed(messages: object) -> Sequence[object]:

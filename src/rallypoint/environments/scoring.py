@@ -25,6 +25,7 @@ from torch import Tensor
 from rallypoint.algorithms import Advantage, has_signal
 from rallypoint.data.dataset import Example
 from rallypoint.environments.asking import Asking
+from rallypoint.environments.conversation import Conversation
 from rallypoint.environments.failures import RewardFailure, RolloutFailure, check_failures, most_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import (
@@ -207,7 +208,11 @@ class Scoring:
         rollouts: Sequence[Trajectory],
     ) -> None:
         texts = self._decode(responses) if (responses := rows.responses()) else []
-        self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [*own])
+        said = tuple(
+            Conversation.of(each, decode=self._decode, written=lambda ids: "".join(self._token_texts(ids)))
+            for each in rollouts
+        )
+        self._groups[index] = ScoredGroup(rows, tuple(examples), tuple(texts), [*own], said)
         wants = self._grader.wants
         asking = Asking(rows, wants.more, self._decode, self._token_texts, rollouts)
         calls = {
@@ -270,6 +275,8 @@ class ScoredGroup:
     """Response of each row, without special tokens."""
     outcomes: list[Outcome | None]
     """What became of each row; None where the function was not asked any more."""
+    conversations: tuple[Conversation | None, ...] = ()
+    """What was said in each row; None, or nothing at all, where that is one response to its prompt."""
 
     def has_signal(self, advantage: Advantage) -> bool:
         """Whether an estimator finds a difference between rollouts; see `Advantage.signal`."""

@@ -30,7 +30,7 @@ from rallypoint.environments.outcome import Failure, Outcome, RewardCall, Scores
 from rallypoint.errors import RewardError
 from rallypoint.prepare.model_limits import read_models
 from rallypoint.run.data_sets import data_sets
-from rallypoint.run.rollouts import in_words
+from rallypoint.run.step_rollouts import in_words
 
 FORMS: dict[str, str] = {
     "as it is": "{}",

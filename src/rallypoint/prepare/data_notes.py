@@ -15,7 +15,7 @@ from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, Stream
 from rallypoint.data.files import suggestion
 from rallypoint.environments.given import is_given
 from rallypoint.errors import ConfigError, DataError
-from rallypoint.run.rollouts import StepRollouts
+from rallypoint.run.step_rollouts import StepRollouts
 
 Training: TypeAlias = EncodedPrompts | EncodedRows | StreamedPrompts | StreamedRows
 

@@ -125,11 +125,12 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     client: EpisodeClient,
     tokens: Sequence[int],
+    said: tuple[tuple[str, str], ...],
     *,
     max_tokens: int | None,
     stop: Sequence[str],
     temperature: float | None,
 ) -> Future[Turn]:
     """Have the run's own loop sample for a session; see `Caller`."""
-    sampling = client.call(tokens, max_tokens=max_tokens, stop=stop, temperature=temperature)
+    sampling = client.answer(tokens, said, max_tokens=max_tokens, stop=stop, temperature=temperature)
     return asyncio.run_coroutine_threadsafe(sampling, loop)

@@ -46,7 +46,7 @@ from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
 from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.run.rollouts import StepRollouts
+from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
 from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone

@@ -19,7 +19,8 @@ from rallypoint.errors import RunFolderError
 from rallypoint.journal import Change, Difference, RunState, changes, first_difference
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.resume import is_free
-from rallypoint.run.rollouts import StepRollouts, read_rollouts
+from rallypoint.run.rollouts import read_rollouts
+from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.types import ActorBatch, Sequences
 
 _COLUMNS: Mapping[str, Sequence[str]] = {

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import ChatMessage
-from rallypoint.environments.chat import Chat, Messages
+from rallypoint.environments.chat import Chat, Messages, said_in
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import called
 from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
@@ -198,9 +198,21 @@ class EpisodeClient:
         temperature: float | None = None,
     ) -> Turn:
         """See `Client.call`."""
+        return await self.answer(tokens, (), max_tokens=max_tokens, stop=stop, temperature=temperature)
+
+    async def answer(
+        self,
+        tokens: Sequence[int],
+        said: tuple[tuple[str, str], ...],
+        *,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        temperature: float | None,
+    ) -> Turn:
+        """Do as `call` does, of whose tokens it is known which messages are new; see `Turn.said`."""
         self._has_calls = True
         ids, params = self._as_ids("call", tokens), self._params_of("call", max_tokens, stop, temperature)
-        return await self._ask(self._begin(ids), params)
+        return await self._ask(self._begin(ids), params, said)
 
     async def chat(
         self,
@@ -213,7 +225,8 @@ class EpisodeClient:
     ) -> dict[str, object]:
         """See `Client.chat`."""
         asked = self._chat.asked(messages, tools)
-        turn = await self.call(asked.tokens, max_tokens=max_tokens, stop=stop, temperature=temperature)
+        limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature}
+        turn = await self.answer(asked.tokens, said_in(asked), **limits)
         message = self._chat.answered(asked, turn.response)
         unread = len(cast("Sequence[str]", message.get("malformed", ())))
         self.num_tool_calls += unread + len(cast("Sequence[object]", message.get("tool_calls", ())))
@@ -227,7 +240,7 @@ class EpisodeClient:
             raise EpisodeError(f"{self}: the client was asked after the end of the episode, or after its deadline")
         return self._calls.begin(tokens, parent=parent, number=number)
 
-    async def _ask(self, call: Call, params: SamplingParams) -> Turn:
+    async def _ask(self, call: Call, params: SamplingParams, said: tuple[tuple[str, str], ...] = ()) -> Turn:
         """Have a call sampled."""
         time, task = self.own_time, asyncio.current_task()
         assert time is not None, "`_begin` has looked"
@@ -246,7 +259,9 @@ class EpisodeClient:
             raise
         finally:
             self._asking.discard(task)
-        turn = as_turn((), outputs)
+        if not said and call.tokens == self.prompt:
+            said = tuple((one.role, one.content) for one in self._prompt.example.prompt)
+        turn = dataclasses.replace(as_turn((), outputs), said=said)
         if turn.truncated:
             turn = dataclasses.replace(turn, limit=self._limit(request, turn))
         turn = self._calls.end(call, turn)  # one that failed leaves nothing: it may be repeated

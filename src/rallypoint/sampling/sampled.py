@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.data import Example, special_ids
 from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
 from rallypoint.environments.scoring import Scored
-from rallypoint.run.rollouts import StepRollouts
+from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.types import Maximum, Mean, Metric, Metrics, RolloutBatch, ScoredBatch, Sum, Trajectory, merge
 
 _MOST_TURNS = 8

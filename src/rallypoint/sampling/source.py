@@ -31,7 +31,7 @@ from rallypoint.environments.scoring import ModelScores, combine
 from rallypoint.errors import DataError, RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
-from rallypoint.run.rollouts import StepRollouts
+from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone

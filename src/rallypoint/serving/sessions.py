@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.data import Dialogue, Message
-from rallypoint.environments.chat import Chat
+from rallypoint.environments.chat import Chat, said_in
 from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullError
 from rallypoint.generation import SamplingParams
 from rallypoint.serving.app import with_errors
@@ -50,9 +50,15 @@ class Caller(Protocol):
     """Samples for a session, from any thread."""
 
     def __call__(
-        self, tokens: Sequence[int], *, max_tokens: int | None, stop: Sequence[str], temperature: float | None
+        self,
+        tokens: Sequence[int],
+        said: tuple[tuple[str, str], ...],
+        *,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        temperature: float | None,
     ) -> Future[Turn]:
-        """Have a response sampled, see `Client.call`; cancelling what is returned gives it up."""
+        """Have a response sampled, see `EpisodeClient.answer`; cancelling what is returned gives it up."""
         ...
 
 
@@ -202,7 +208,8 @@ class SessionRoute(Generic[RequestT]):
             dialogue = await self._encoded(asked_of, messages, asked.schemas)
         tokens = dialogue.tokens if dialogue is not None else cast("GenerateRequest", asked).token_ids
         temperature = asked.temperature if "temperature" in asked.model_fields_set else None
-        sampled = session.call(tokens, max_tokens=asked.limit, stop=asked.stop_strings, temperature=temperature)
+        said = said_in(dialogue) if dialogue is not None else ()
+        sampled = session.call(tokens, said, max_tokens=asked.limit, stop=asked.stop_strings, temperature=temperature)
         try:
             return dialogue, await asyncio.wrap_future(sampled)
         except asyncio.CancelledError:

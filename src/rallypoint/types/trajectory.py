@@ -63,6 +63,8 @@ class Turn:
     """The limit at which it was truncated, where an episode sampled it; None: it ended by itself."""
     parent: int | None = None
     """Number of the earlier turn of the rollout that it continues, from 0; None: the one before it; `ROOT`: none."""
+    said: tuple[tuple[str, str], ...] = ()
+    """Role and text of each message in `prompt`; empty if it was given as tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,23 @@ class Trajectory:
 
         So the last one ends with the last turn.
         """
-        parents = [number - 1 if turn.parent is None else turn.parent for number, turn in enumerate(self.turns)]
+        parents = self.parents
         return tuple(_path(leaf, parents) for leaf in sorted({*range(len(parents))} - {*parents}))
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """The number of the turn that each one continues, or `ROOT`."""
+        return tuple(number - 1 if turn.parent is None else turn.parent for number, turn in enumerate(self.turns))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where the response of each turn begins among the tokens of the row, as it is trained."""
+        found, end = dict[int, int](), 0
+        for number in chain.from_iterable(self.sequences):
+            turn = self.turns[number]
+            found.setdefault(number, end + len(turn.prompt))
+            end += len(turn.prompt) + len(turn.response)
+        return tuple(found[number] for number in range(len(self.turns)))
 
     @property
     def as_trained(self) -> tuple[int, ...]:

@@ -54,6 +54,56 @@ def test_a_rollout_is_printed_with_its_texts_rewards_and_tokens():
     assert "failure      timeout: took longer than 5 s" in text
 
 
+def said(parent, start, response, *messages, length=1, limit=None):
+    """A turn as files have it."""
+    told = [{"role": role, "text": text} for role, text in messages]
+    return {
+        "parent": parent, "said": told, "num_added": 1, "start": start, "length": length, "response": response,
+        "limit": limit,
+    }  # fmt: skip
+
+
+def test_a_rollout_of_several_turns_is_printed_as_a_conversation():
+    turns = [
+        said(-1, 2, "3", ("system", "Add."), ("user", "2 + 2 = ?")),
+        said(0, 4, "4", ("tool", "No.\x1b[2J [bold]"), limit="row"),
+        said(0, 5, "", ("", "<|user|>Again."), length=0),
+        said(-1, 3, "5", ("user", "Anew.")),
+    ]
+    counted = {"turns": turns, "metrics": {"moves": 3.0}, "num_tool_calls": 2, "num_tool_errors": 1}
+    counted |= {"environment_s": 1.5, "token_rewards": [0.25, 0.0, 0.75]}
+    lines = printed([row(1.0, **counted)], best=1).splitlines()
+    assert [line.rstrip() for line in lines[3:-1]] == [
+        "system       Add.",
+        "user         2 + 2 = ?",
+        "policy 1     3",
+        "             1 token, perplexity 1.65, reward 0.25",
+        "tool         No. [bold]",
+        "policy 2     4",
+        "             1 token, perplexity 4.48, reward 0.75, cut off (row limit)",
+        "             turn 3 goes on after turn 1:",
+        "context      <|user|>Again.",
+        "policy 3",
+        "             no token",
+        "             turn 4 begins anew:",
+        "user         Anew.",
+        "policy 4     5",
+        "             1 token, perplexity 1, reward 0",
+        "truth        4",
+        "rewards      right 1, short none, chars 4",
+        "metrics      moves 3, 2 tool calls, 1 of them failed, 1.5 s in the environment",
+        "tokens       2 + 2, ended by itself, 4 turns, perplexity 2.72, advantage +0.250, version 39",
+    ]
+
+
+def test_of_many_turns_those_in_the_middle_are_left_out_unless_all_are_wanted():
+    turns = [said(number - 1, 2, f"move {number}", ("user", "Go on.")) for number in range(20)]
+    short = printed([row(1.0, turns=turns, token_rewards=None)], best=1, max_lines=12)
+    assert [number for number in range(20) if f"move {number}\n" in short.replace(" \n", "\n")] == [*range(6), 18, 19]
+    assert "... 12 more turns (--full)" in short
+    assert "more turns" not in printed([row(1.0, turns=turns, token_rewards=None)], best=1)
+
+
 def test_a_long_response_is_cut_in_its_middle_unless_all_is_wanted():
     long = "\n".join(f"line {number}" for number in range(100))
     short = printed([row(1.0, long)], best=1, max_lines=6)

@@ -14,7 +14,8 @@ from rallypoint.data.dataset import Example, Message
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.scoring import Scored
 from rallypoint.errors import RunFolderError
-from rallypoint.run.rollouts import RolloutFiles, StepRollouts, read_rollouts, rollout_files
+from rallypoint.run.rollouts import RolloutFiles, read_rollouts, rollout_files
+from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.types import ActorBatch, Metrics, Trajectory, Turn, assemble
 
 GIB = 2**30
@@ -97,6 +98,11 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "replaced": False,
         "failure": None,
         "finish_reason": "stop",
+        "turns": None,
+        "metrics": None,
+        "num_tool_calls": None,
+        "num_tool_errors": None,
+        "environment_s": None,
         "version": 3,
         "prompt_ids": [5, 6],
         "response_ids": [7, 2],

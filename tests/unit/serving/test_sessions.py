@@ -32,7 +32,7 @@ class Sampler:
     def __init__(self, *texts):
         self.texts, self.asked, self.held = list(texts), [], None
 
-    def __call__(self, tokens, *, max_tokens, stop, temperature):
+    def __call__(self, tokens, said, *, max_tokens, stop, temperature):
         self.asked.append((tuple(tokens), max_tokens, tuple(stop), temperature))
         future = Future()
         if self.held is not None:

@@ -1,0 +1,221 @@
+"""The rollouts of a step, or of a validation, and what became of them.
+
+Owns: the columns of a table of them. Must not know: how rollouts are sampled, where the table is written, or who looks
+at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rallypoint.data import Example
+from rallypoint.environments.attempts import Attempt, answer_in
+from rallypoint.environments.conversation import Conversation, TurnInWords
+from rallypoint.environments.scoring import Scored, ScoredGroup
+from rallypoint.types import ActorBatch, RolloutBatch, Sequences
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One rollout in words, for people."""
+
+    name: str
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+    truncated: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRollouts:
+    """The rollouts of a step or of a validation, and what became of them."""
+
+    rows: RolloutBatch
+    """All that were sampled."""
+    scored: Scored
+    """Those that have a score."""
+    examples: Sequence[Example]
+    """Example of each of `rows`."""
+    texts: Sequence[str]
+    """Response of each, without special tokens."""
+    learned: Sequences | None = None
+    """What the actor learned from, in any order; None before it has, and of a validation."""
+    replaced: Set[int] = frozenset()
+    """Indices of the prompts whose groups were replaced by others: nothing was learned from them."""
+    conversations: Sequence[Conversation | None] = ()
+    """What was said in each of `rows`; None, or nothing at all, where that is one response to its prompt."""
+
+    @classmethod
+    def of(
+        cls, rows: RolloutBatch, scored: Scored, groups: Sequence[ScoredGroup], replaced: Set[int] = frozenset()
+    ) -> Self:
+        """Return the rollouts of these groups, which together are these rows."""
+        examples = [example for group in groups for example in group.examples]
+        texts = [text for group in groups for text in group.texts]
+        said = [one for group in groups for one in group.conversations or [None] * len(group.rows)]
+        return cls(rows, scored, examples, texts, replaced=replaced, conversations=said)
+
+    def records(self, limit: int) -> tuple[RolloutRecord, ...]:
+        """Return the first `limit` rollouts that have a score."""
+        scores = self.scored.batch.scores[:limit].tolist()
+        return tuple(
+            RolloutRecord(
+                name=self.examples[row].name,
+                prompt=self.examples[row].prompt[-1].content,
+                response=self.texts[row],
+                ground_truth=str(self.examples[row].ground_truth),
+                score=score,
+                truncated=bool(self.rows.truncated[row]),
+            )
+            for row, score in zip(self.scored.kept_rows, scores, strict=False)
+        )
+
+    def attempts(self) -> list[Attempt]:
+        """Return those that have a score, for pass@k and the like."""
+        scored, scores = self.scored, self.scored.batch.scores.tolist()
+        return [
+            Attempt(
+                source=self.examples[row].data_source,
+                prompt=int(self.rows.prompt_index[row]),
+                score=scores[place],
+                acc=scored.extras[place].get("acc"),
+                answer=scored.answers[place] or answer_in(self.texts[row]),
+            )
+            for place, row in enumerate(scored.kept_rows)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the fields that grow with tokens, about."""
+        return self.rows.num_tokens * 48 + 2 * sum(map(len, self.texts))
+
+    def table(self, step: int) -> pa.Table:
+        """Return a row for each rollout, with the columns of docs/tracking.md."""
+        import pyarrow as pa
+
+        rows, batch, kept = self.rows, self.scored.batch, self.scored.kept_rows
+        place = {row: place for place, row in enumerate(kept)}
+        scores, names, answers = batch.scores.tolist(), batch.part_names, self.scored.answers
+        parts = [()] * len(kept) if batch.reward_parts is None else _nulls(batch.reward_parts.tolist())
+        why = {failure.row: f"{failure.kind}: {failure.reason}" for failure in self.scored.failures}
+        numbers, text, floats = pa.map_(pa.string(), pa.float64()), pa.string(), pa.float32()
+
+        def each(of: Callable[[int], Any], kind: pa.DataType) -> pa.Array:
+            return pa.array([of(row) for row in range(len(rows))], kind)
+
+        def of_kept(of: Callable[[int], Any], kind: pa.DataType) -> pa.Array:
+            return each(lambda row: of(place[row]) if row in place else None, kind)
+
+        columns = {
+            "step": each(lambda _: step, pa.int32()),
+            "prompt_index": pa.array(rows.prompt_index.numpy()),
+            "sample_index": pa.array(rows.sample_index.numpy()),
+            "name": each(lambda row: _writable(self.examples[row].name), text),
+            "data_source": each(lambda row: _writable(self.examples[row].data_source), text),
+            "prompt": each(lambda row: _writable(in_words(self.examples[row])), text),
+            "response": each(lambda row: _writable(self.texts[row]), text),
+            "ground_truth": each(lambda row: _writable(str(self.examples[row].ground_truth)), text),
+            "answer": of_kept(lambda at: None if (found := answers[at]) is None else _writable(found), text),
+            "score": of_kept(scores.__getitem__, pa.float64()),
+            "reward_parts": of_kept(lambda at: list(zip(names, parts[at], strict=True)), numbers),
+            "reward_extras": of_kept(lambda at: list(self.scored.extras[at].items()), numbers),
+            "replaced": each(lambda row: int(rows.prompt_index[row]) in self.replaced, pa.bool_()),
+            "failure": each(lambda row: _writable(why[row]) if row in why else None, text),
+            "finish_reason": each(lambda row: "length" if rows.truncated[row] else "stop", text),
+            **self._conversation_columns(),
+            "version": pa.array(rows.versions.numpy()),
+            "prompt_ids": _lists(rows.tokens, rows, pa.int32(), of_prompt=True),
+            "response_ids": _lists(rows.tokens, rows, pa.int32()),
+            "loss_mask": _lists(rows.loss_mask, rows, pa.bool_()),
+            "sequence_starts": _lists(rows.sequence_starts, rows, pa.bool_()),
+            "rollout_logprobs": _lists(rows.rollout_logprobs, rows, floats),
+            "sampled_logprobs": _lists(rows.sampled_logprobs, rows, floats),
+            "token_versions": _lists(rows.token_versions, rows, pa.int64()),
+        }
+        where = pa.array([place.get(row) for row in range(len(rows))], pa.int64())
+        columns["token_rewards"] = _lists(batch.token_rewards, batch, floats).take(where)
+        learned = self.learned if isinstance(self.learned, ActorBatch) else None
+        at = {pair: place for place, pair in enumerate(_pairs(learned))} if learned is not None else {}
+        where = pa.array([at.get(pair) for pair in _pairs(rows)], pa.int64())
+        for name in ("old_logprobs", "advantages"):
+            values = None if learned is None else getattr(learned, name)
+            columns[name] = _lists(values, rows if learned is None else learned, floats).take(where)
+        return pa.table(columns)
+
+    def _conversation_columns(self) -> dict[str, pa.Array]:
+        import pyarrow as pa
+
+        said, whole, text = self.conversations or [None] * len(self.rows), pa.int32(), pa.string()
+        message = pa.struct({"role": text, "text": text})
+        turn = pa.struct(
+            {"parent": whole, "said": pa.list_(message), "num_added": whole, "start": whole, "length": whole}
+            | {"response": text, "limit": text}
+        )
+        turns = [None if one is None else [_as_entries(each) for each in one.turns] for one in said]
+        return {
+            "turns": pa.array(turns, pa.list_(turn)),
+            "metrics": pa.array([one and list(one.metrics.items()) for one in said], pa.map_(text, pa.float64())),
+            "num_tool_calls": pa.array([one and one.num_tool_calls for one in said], whole),
+            "num_tool_errors": pa.array([one and one.num_tool_errors for one in said], whole),
+            "environment_s": pa.array([one and one.own_s for one in said], pa.float64()),
+        }
+
+
+def _as_entries(turn: TurnInWords) -> dict[str, object]:
+    """Return a turn as files have it."""
+    said = [{"role": _writable(role), "text": _writable(text)} for role, text in turn.said]
+    entries = {name: getattr(turn, name) for name in ("parent", "num_added", "start", "length", "limit")}
+    return {**entries, "said": said, "response": _writable(turn.response)}
+
+
+def in_words(example: Example) -> str:
+    """Return a prompt as text: its message, or each of several behind its role."""
+    if len(example.prompt) == 1:
+        return example.prompt[0].content
+    return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
+
+
+def _nulls(parts: Sequence[Sequence[float]]) -> list[list[float | None]]:
+    """Return the scores of each row with None, null in files, where a reward does not apply."""
+    return [[None if math.isnan(score) else score for score in row] for row in parts]
+
+
+def _pairs(batch: Sequences) -> list[tuple[int, int]]:
+    """Return what tells the rows of a step apart."""
+    return list(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True))
+
+
+def _lists(values: Tensor | None, batch: Sequences, kind: pa.DataType, *, of_prompt: bool = False) -> pa.Array:
+    """Return a list for each row: of its response, which begins with the first token that the policy sampled.
+
+    Args:
+        values: [T]; None for null in each row.
+        batch: that they are of.
+        kind: type of a value.
+        of_prompt: takes the tokens before the response instead.
+    """
+    import pyarrow as pa
+
+    if values is None:
+        return pa.nulls(len(batch), pa.list_(kind))
+    # numpy, since torch would wake threads for it that training needs.
+    offsets, sampled = batch.offsets.numpy(), np.concatenate(([0], batch.loss_mask.numpy().cumsum()))
+    is_response = sampled[1:] > sampled[offsets[:-1]].repeat(np.diff(offsets))
+    where = is_response != of_prompt
+    ends = np.concatenate(([0], where.cumsum()))[offsets]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()[where], kind))
+
+
+def _writable(text: str) -> str:
+    """Return a text without halves of characters, which no file holds."""
+    return text.encode("utf-8", "replace").decode("utf-8")
