@@ -126,7 +126,7 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
     if "rollout" not in config.roles:
         return
     yield from (Problem(("reward.functions", "reward.models"), problem) for problem in config.reward.problems())
-    is_needed = config.needs_rewards and config.rollout.episode is None  # which may return rewards
+    is_needed = config.needs_rewards and config.rollout.own_episode is None  # which may return rewards
     if is_needed and not config.is_rewarded:
         yield Problem(
             ("reward.function", "reward.path"),

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, cast, get_args, get_origin
+from typing import Annotated, Any, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -132,10 +132,18 @@ def _of_their_names(source: Source) -> dict[str, Any]:
 
 
 def _untagged(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return where a problem is, without the name that pydantic puts behind a section that is chosen by one."""
+    """Return where a problem is, without the name that pydantic puts behind a section that is chosen by one.
+
+    And without the one behind a key that is a text or an object.
+    """
     first, *rest = location or ("",)
     info = RunConfig.model_fields.get(str(first))
-    return (first, *rest[1:]) if info is not None and rest and rest[0] in named_sections(info) else location
+    if info is not None and rest and rest[0] in named_sections(info):
+        return (first, *rest[1:])
+    known = leaves(RunConfig)
+    owners = ((at, known.get(".".join(map(str, location[:at])))) for at in range(1, len(location)))
+    at = next((at for at, leaf in owners if leaf is not None and Annotated in options_of(leaf)), None)
+    return location if at is None else location[:at] + location[at + 1 :]
 
 
 def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConfig | None:
@@ -179,6 +187,8 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     known = leaves(RunConfig)
     owner = next((name for name in known if dotted == name or dotted.startswith(f"{name}.")), dotted)
     info = known.get(owner)
+    if info is not None and Annotated in options_of(info):
+        return {owner: _explain_object(owner, info, detail, source)}
     if owner != dotted and info is not None and dict in options_of(info):  # each type that a value may have complains
         dotted = ".".join(parts[: owner.count(".") + 2])
     if detail["type"] == "missing" and len(parts) == len(detail["loc"]):
@@ -197,8 +207,17 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
         return {dotted: f"{said}: expected {_expected_section(parts, found)}"}
     if found is None and dotted == owner and not info.is_required() and type(None) not in options_of(info):
         default = shown(info.get_default(call_default_factory=True, validated_data={}))
-        return {dotted: f"{said}: it cannot be unset; its default is {dotted}={default}, expected {expected(info)}"}
-    return {dotted: f"{said}: expected {expected(info)}{suggest_value(owner, info, found)}"}
+        said, near = f"{said}: it cannot be unset; its default is {dotted}={default},", ""
+    else:
+        said, near = f"{said}:", suggest_value(owner, info, found)
+    return {dotted: f"{said} expected {expected(info)}{near}"}
+
+
+def _explain_object(owner: str, info: FieldInfo, detail: ErrorDetails, source: Source) -> str:
+    """Say what is wrong inside a key that is a text or an object."""
+    said = _said(owner, _value_at(source.values, owner.split(".")), source)
+    inside = [str(part) for part in detail["loc"][owner.count(".") + 1 :]]
+    return f"{said}: {'.'.join(inside) or 'it'}: {detail['msg'].lower()}; expected {expected(info)}"
 
 
 def _set_at(leaf: str, source: Source) -> str:
@@ -254,6 +273,7 @@ def expected(info: FieldInfo) -> str:
     kinds |= {
         tuple: _items(info),
         dict: by_value.get(get_args(info.annotation)[-1], pools) if dict in options else pools,
+        Annotated: f"text, or an object with the keys {', '.join(_keys_of(info))}",
     }
     words = words_of(info)
     kind = f"one of {', '.join(words)}" if words else next(kinds[option] for option in options if option in kinds)
@@ -266,6 +286,11 @@ def _sections_in(info: FieldInfo | None) -> type[Section] | None:
     kinds = list(_kinds(info.annotation)) if info is not None and get_origin(info.annotation) is tuple else []
     sections = [kind for kind in kinds if issubclass(kind, Section)]
     return sections[0] if sections and str in kinds else None
+
+
+def _keys_of(info: FieldInfo) -> list[str]:
+    """Return the keys of the section that a key's value may be."""
+    return list(next((kind for kind in _kinds(info.annotation) if issubclass(kind, Section)), Section).model_fields)
 
 
 def _kinds(annotation: object) -> Iterator[type]:

@@ -209,7 +209,7 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
             "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0",
         )
     if rollout.episode is not None:
-        for clash, why in find_episode_clashes(config, rollout.episode).items():
+        for clash, why in find_episode_clashes(config, rollout.own_episode or "of tools").items():
             yield Problem((clash, "rollout.episode"), why)
     if not rollout.dynamic_sampling:  # 0 replaces nothing
         return

@@ -22,18 +22,30 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from rallypoint.data import ChatMessage
+from rallypoint.data import ChatMessage, Message
+from rallypoint.data.legible import control_tokens
 from rallypoint.data.tool_formats import calls_of
-from rallypoint.errors import RallyError, UserCodeError, first_line
+from rallypoint.errors import RallyError, RowFullError, UserCodeError, first_line
 from rallypoint.user_code import own_signature
 
+if TYPE_CHECKING:
+    from rallypoint.data.dataset import Example
+    from rallypoint.environments.chat import Messages
+    from rallypoint.environments.client import Client
+
+Tool: TypeAlias = Callable[..., object]
+"""A typed function with a docstring."""
 _MAX_SHOWN = 3
 """Misfits of a call's arguments that are said."""
+
+
+class ToolError(Exception):
+    """Raised by a tool: all of its text is the call's result, and counts as an error of the policy's."""
 
 
 class Tools(Sequence[ChatMessage]):
@@ -100,6 +112,8 @@ class Tools(Sequence[ChatMessage]):
             found = await tool.run(given)
         except RallyError:
             raise
+        except ToolError as error:
+            return self._error(str(error))
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything: the policy reads it
             return self._error(f"{type(error).__name__}: {first_line(error)}")
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
@@ -107,6 +121,62 @@ class Tools(Sequence[ChatMessage]):
     def _error(self, said: str) -> str:
         self.num_errors += 1
         return f"error: {said}"
+
+
+class ToolUse:
+    """An episode in which the policy may call tools until it answers without a call; the reward function scores it.
+
+    `rally.train("grpo", episode=ToolUse(add, max_turns=4), reward=...)`
+    """
+
+    def __init__(self, *functions: Tool, max_turns: int | None = None, system: str | None = None) -> None:
+        """Describe the tools.
+
+        Args:
+            functions: see `Tools`.
+            max_turns: answers at most; None: as many as the row has room for.
+            system: message of the system before each prompt; a prompt's own comes behind it.
+
+        Raises:
+            UserCodeError: one cannot be described.
+        """
+        Tools(*functions)
+        self._functions, self._max_turns, self._system = functions, max_turns, system
+
+    async def __call__(self, client: Client, example: Example) -> None:
+        """Make one rollout. One whose row is full ends there, if it has an answer.
+
+        Raises:
+            RowFullError: prompt and tools leave no room for an answer.
+        """
+        tools, num_turns = Tools(*self._functions), 0
+        messages: Messages = self._prompt(example)
+        try:
+            while num_turns == 0 or messages:
+                answer = await client.chat(messages, tools)
+                num_turns += 1
+                if num_turns == self._max_turns:
+                    return
+                messages = [_without_control(client, one) for one in await tools.results(answer)]
+        except RowFullError:
+            if not num_turns:
+                raise
+
+    def _prompt(self, example: Example) -> list[Message]:
+        """Return the messages of a prompt with that of the system; none for those of the example as they are."""
+        if self._system is None:
+            return []
+        said = [one for one in example.prompt if one.role == "system"]
+        system = "\n\n".join([self._system, *(one.content for one in said)])
+        return [Message("system", system), *(one for one in example.prompt if one.role != "system")]
+
+
+def _without_control(client: Client, message: Mapping[str, object]) -> dict[str, object]:
+    """Return a result without control tokens, which the policy's own program may print, or a page may have."""
+    control, text = control_tokens(client.tokenizer), str(message["content"])
+    while control is not None and control.search(text):
+        text = control.sub(" ", text)
+    return {**message, "content": text}
 
 
 class _Tool:

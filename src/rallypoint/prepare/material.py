@@ -221,15 +221,15 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
 
 
 def sandboxes(config: RunConfig) -> Iterator[str]:
-    """Yield the sandbox that each reward of programs runs them in, which was tried.
+    """Yield the sandbox that each reward of programs, and the policy's Python, runs them in, which was tried.
 
     A function of the user's that says `open_sandbox()` opens it in processes of its own, and finds the same there.
 
     Raises:
-        SandboxError: there is none for a reward that ships; a function of the user's may do without.
+        SandboxError: there is none for a reward or a tool that ships; a function of the user's may do without.
     """
-    for one in config.reward.all_functions:
-        if one.function == "code":
+    for one in (*config.reward.all_functions, *config.rollout.tools):
+        if one.function in ("code", "python"):
             yield open_sandbox(one.parameters.get("url"), one.parameters.get("key")).name
         elif opens_sandbox(one.function):
             try:
@@ -346,9 +346,11 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
         lines.append(f"reward         {', '.join(one.function for one in functions)}, which could be imported")
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
-    if config.rollout.episode is not None:
-        where = "is imported in its processes" if is_agent(config.rollout.episode) else "could be imported"
-        lines.append(f"episode        {config.rollout.episode}, which {where}")
+    if (episode := config.rollout.own_episode) is not None:
+        where = "is imported in its processes" if is_agent(episode) else "could be imported"
+        lines.append(f"episode        {episode}, which {where}")
+    if tools := config.rollout.tools:
+        lines.append(f"tools          {', '.join(one.function for one in tools)}")
     return (*filter(None, lines), *_first_row(found), *found.notes)
 
 

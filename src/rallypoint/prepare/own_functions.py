@@ -21,7 +21,9 @@ from rallypoint.environments.agents import is_agent
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.episodes import find_misfit, load_episode, name_of
 from rallypoint.environments.given import how_to_give_for_eval, is_given
-from rallypoint.errors import ConfigError, RewardError, UserCodeError
+from rallypoint.environments.shipped.tools import open_tool
+from rallypoint.environments.tools import ToolUse
+from rallypoint.errors import ConfigError, DataError, RewardError, UserCodeError
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.trust import unsigned
 from rallypoint.testing import CASES, check_advantage, check_objective
@@ -47,11 +49,15 @@ def own_episode(config: RunConfig) -> Episode | None:
     Raises:
         ConfigError: it cannot be loaded, or is no episode.
     """
-    spec = config.rollout.episode
+    spec, tool_use = config.rollout.own_episode, config.rollout.tool_use
     try:
+        if tool_use is not None:
+            tools = [open_tool(one.function, one.parameters) for one in tool_use.tools]
+            return ToolUse(*tools, max_turns=tool_use.max_turns, system=tool_use.system)
         return None if spec is None or is_agent(spec) else load_episode(spec)
-    except UserCodeError as error:
-        raise ConfigError((f"rollout.episode={spec!r}: {error}",)) from None
+    except (UserCodeError, DataError) as error:
+        said = "rollout.episode" if spec is None else f"rollout.episode={spec!r}"
+        raise ConfigError((f"{said}: {error}",)) from None
 
 
 def episode_of(config: RunConfig, given: Episode | None, agents: Episode | None = None) -> Episode:
@@ -70,9 +76,8 @@ def episode_of(config: RunConfig, given: Episode | None, agents: Episode | None 
         return named or single_turn
     problems: list[str] = []
     if config.rollout.episode is not None:
-        problems.append(
-            f"rollout.episode={config.rollout.episode}: the recipe {config.recipe} has an episode of its own"
-        )
+        spec = config.rollout.own_episode or "tools"
+        problems.append(f"rollout.episode={spec}: the recipe {config.recipe} has an episode of its own")
     if (misfit := find_misfit(given)) is not None:
         problems.append(f"the recipe {config.recipe}: {misfit}")
     problems += find_episode_clashes(config, name_of(given)).values()

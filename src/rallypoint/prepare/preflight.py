@@ -37,6 +37,8 @@ from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.agents import check_agent_spec, is_agent
 from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import NEEDS, check_reward_spec
+from rallypoint.environments.shipped.passages import check_passages
+from rallypoint.environments.shipped.tools import check_tool
 from rallypoint.errors import ConfigError, DataError, EngineError, RunFolderError, ScheduleError
 from rallypoint.extras import find_missing, find_unusable
 from rallypoint.install import BUILDS, find_engine
@@ -100,7 +102,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
             f"cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
             is_local=True,
         )
-    episode = config.rollout.episode if config.rollout.episode and is_agent(config.rollout.episode) else None
+    own = config.rollout.own_episode
+    episode = own if own and is_agent(own) else None
     for key, value in (("rollout.serve", config.rollout.serve), ("rollout.episode", episode)):
         for name in ("starlette", "uvicorn") if value is not None else ():
             if (problem := find_unusable(name, "serve")) is not None:
@@ -129,10 +132,16 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
             key = "reward.function" if one.function == config.reward.function else "reward.functions"
             lacks = one.function in NEEDS and find_unusable(*NEEDS[one.function]) is not None
             yield Problem((key,), f"{key}={one.function!r}: {problem}", is_local=lacks or not _is_here(one.function))
-    episode = config.rollout.episode
+    episode = config.rollout.own_episode
     check = check_agent_spec if episode is not None and is_agent(episode) else check_episode_spec
     if episode is not None and (problem := check(episode)) is not None:
         yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
+    for at, one in enumerate(config.rollout.tools):
+        if (problem := check_tool(one.function, one.parameters)) is not None:
+            where = f"rollout.episode.tools[{at}]"
+            yield Problem(("rollout.episode",), f"{where}: {problem}", is_local=not _is_here(one.function))
+        elif one.function == "search" and (problem := check_passages(str(one.parameters["corpus"]))) is not None:
+            yield Problem(("rollout.episode",), f"rollout.episode.tools[{at}]: {problem}", is_local=True)
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")

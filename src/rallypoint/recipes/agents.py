@@ -43,8 +43,8 @@ class Agents:
             ConfigError: the agent's file cannot be read, or the agent cannot be sent to a process.
             ServingError: there is no port.
         """
-        assert config.rollout.episode is not None, "who has none makes no agents"
-        self._spec, self._folder = config.rollout.episode, folder
+        assert config.rollout.own_episode is not None, "who has none makes no agents"
+        self._spec, self._folder = config.rollout.own_episode, folder
         try:
             task = AgentTask.of(self._spec)
         except UserCodeError as error:

@@ -209,7 +209,7 @@ def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoin
 
 def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents | None:
     """Take what the run's agents need, if it has some; only then the server is imported."""
-    if config.rollout.episode is None or not is_agent(config.rollout.episode):
+    if config.rollout.own_episode is None or not is_agent(config.rollout.own_episode):
         return None
     from rallypoint.recipes.agents import Agents
 

@@ -267,7 +267,12 @@ def anchored(config: RunConfig) -> RunConfig:
         values["data"][name] = [_anchored_set(one) for one in values["data"][name]]
     own = [(values[name], "function") for name in config.own_functions]
     rewards = [(one, "function") for one in (values["reward"], *values["reward"]["functions"])]
-    for one, name in (*own, *rewards, (values["rollout"], "episode")):
+    tools = values["rollout"]["episode"]["tools"] if config.rollout.tools else ()
+    for one in tools:
+        if "corpus" in one["parameters"]:
+            one["parameters"]["corpus"] = _absolute(one["parameters"]["corpus"])
+    episode = [(values["rollout"], "episode")] if config.rollout.own_episode else [(one, "function") for one in tools]
+    for one, name in (*own, *rewards, *episode):
         file, colon, function = (one[name] or "").rpartition(":")
         if colon and one[name] not in SHIPPED:
             one[name] = f"{_absolute(file)}:{function}"

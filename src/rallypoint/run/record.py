@@ -128,10 +128,11 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
         # A hub model that is not in the cache is compared by name only.
         if path is not None and (files := _model(path)):
             yield key, files
+    for at, one in enumerate(config.rollout.tools):
+        if "corpus" in one.parameters:
+            yield f"rollout.episode.tools[{at}].corpus", {"the passages": _reader(one.parameters["corpus"], outline)}
     functions = {f"{section}.function": own.function for section, own in config.own_functions.items()}
-    if config.rollout.episode is not None:
-        functions["rollout.episode"] = config.rollout.episode
-    for key, spec in (functions | config.reward.named_functions).items():
+    for key, spec in (functions | config.rollout.named_functions | config.reward.named_functions).items():
         file, colon, function = spec.rpartition(":")
         if spec in GIVEN:
             yield key, {"the function": lambda given=GIVEN[spec]: given.digest}

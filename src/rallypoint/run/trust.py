@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rallypoint.config import RunConfig
 from rallypoint.environments.reward import SHIPPED
+from rallypoint.environments.shipped.tools import SHIPPED_TOOLS
 
 _NUM_BYTES = 32
 
@@ -27,13 +28,14 @@ def code_named(config: RunConfig) -> dict[str, str]:
     """Return the keys that make a config run code from outside of the package, and what each names."""
     found: dict[str, str] = {}
     found |= {key: spec for key, spec in config.reward.named_functions.items() if spec not in SHIPPED}
-    for one in config.reward.all_functions:  # what is asked elsewhere: the responses leave this machine
-        if "url" in one.parameters:
-            found[f"reward.{one.name}.url"] = str(one.parameters["url"])
+    rewards = ((f"reward.{one.name}", one.parameters) for one in config.reward.all_functions)
+    tools = ((f"rollout.episode.tools[{at}]", one.parameters) for at, one in enumerate(config.rollout.tools))
+    for name, parameters in (*rewards, *tools):  # what is asked elsewhere: responses and programs leave this machine
+        if "url" in parameters:
+            found[f"{name}.url"] = str(parameters["url"])
     found |= {key: path for key, path in config.teachers.named.items() if path in config.teachers.urls}
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
-    if config.rollout.episode is not None:
-        found["rollout.episode"] = config.rollout.episode
+    found |= {key: spec for key, spec in config.rollout.named_functions.items() if spec not in SHIPPED_TOOLS}
     if config.model.trust_remote_code:
         found["model.trust_remote_code"] = " ".join(config.named_models.values())
     if config.cluster.address not in (None, "auto"):  # auto is the cluster that this user is in

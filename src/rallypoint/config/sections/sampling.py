@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Discriminator, Strict, Tag
 
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.config.sections.places import PlacementConfig
+
+
+class ToolConfig(Section):
+    """A tool that the policy may call."""
+
+    function: str = key(help="python, calculator or search, which ship (docs/agents.md), or `file.py:function`.")
+    parameters: dict[str, Any] = key({}, help="Parameters of one that ships, by name.")
+
+
+def _objects(value: object) -> object:
+    """Let the name of a tool stand for it, and one tool for a list of one."""
+    entries = cast("list[object]", value) if isinstance(value, list | tuple) else [value]
+    return tuple({"function": one} if isinstance(one, str) else one for one in entries)
+
+
+class ToolUseConfig(Section):
+    """Rollouts in which the policy may call tools until it answers without a call."""
+
+    tools: Annotated[tuple[ToolConfig, ...], Strict(False), BeforeValidator(_objects)] = key(
+        help="python, calculator, search (docs/agents.md) or `file.py:function`; an object has parameters."
+    )
+    max_turns: int | None = key(
+        None, at_least=1, unit="turns", help="Answers at most; null: what the row has room for."
+    )
+    system: str | None = key(None, help="Message of the system before each prompt, such as how to answer.")
+
+
+def _kind(value: object) -> str:
+    return "object" if isinstance(value, dict | ToolUseConfig) else "text"
+
+
+EpisodeConfig = Annotated[
+    Annotated[str, Tag("text")] | Annotated[ToolUseConfig, Tag("object")],
+    Discriminator(_kind),
+]
+"""A function of the user's, or the episode that ships."""
 
 
 class RolloutConfig(Section):
@@ -103,9 +141,9 @@ class RolloutConfig(Section):
     schedule: str | None = key(
         None, help="journal.jsonl of a run with max_staleness, to be repeated to the bit; null for none."
     )
-    episode: str | None = key(
+    episode: EpisodeConfig | None = key(
         None,
-        help="Episode of (client, example) or agent of (base_url, api_key, example), file.py:function; null: one turn.",
+        help="Episode or agent, file.py:function; or {tools: [python, ...], max_turns: 8}; null: one turn.",
     )
     turn_timeout_s: float = key(
         600.0, above=0, unit="s", help="An episode may take so long between two responses, its tools included."
@@ -120,6 +158,28 @@ class RolloutConfig(Section):
         help="Share of a step's rollouts that may fail or lack a score; with more the run stops.",
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
+
+    @property
+    def own_episode(self) -> str | None:
+        """The user's function that makes a rollout; None if a rollout has one turn, or tools."""
+        return self.episode if isinstance(self.episode, str) else None
+
+    @property
+    def tool_use(self) -> ToolUseConfig | None:
+        """How the policy may call tools; None if the episode is a function, or there is none."""
+        return self.episode if isinstance(self.episode, ToolUseConfig) else None
+
+    @property
+    def tools(self) -> tuple[ToolConfig, ...]:
+        """The tools that the policy may call."""
+        return () if self.tool_use is None else self.tool_use.tools
+
+    @property
+    def named_functions(self) -> dict[str, str]:
+        """What makes a rollout besides the policy, by the key that names each."""
+        if self.own_episode is not None:
+            return {"rollout.episode": self.own_episode}
+        return {f"rollout.episode.tools[{at}]": one.function for at, one in enumerate(self.tools)}
 
 
 class ValidationConfig(Section):

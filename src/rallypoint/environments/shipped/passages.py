@@ -1,0 +1,182 @@
+"""Passages that can be searched by words (BM25): an index in one file, made once, that any number of processes read.
+
+Owns: the index, which is SQLite's own full-text search (FTS5). Must not know: tools, episodes. What is read stays in
+the system's page cache, which all processes share: an index may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rallypoint.data.files import FORMATS, Problems, open_table, suggestion
+from rallypoint.errors import DataError
+
+_LOG = logging.getLogger(__name__)
+_TEXT = ("text", "contents", "passage")
+"""Columns that a passage's text may have as its name, and below its title's."""
+_MAX_WORDS = 64
+"""Words of a query that are looked for."""
+_COMMON = frozenset(
+    re.findall(
+        r"\w+",
+        "a an and are as at be but by do does did for from had has have he her his how i if in into is it its no not "
+        "of on or such that the their then there these they this to was were what when where which who whom whose why "
+        "will with you",
+    )
+)
+"""Words that nearly every passage has: they hardly change an order, and would have all passages read."""
+
+
+def check_passages(corpus: str) -> str | None:
+    """Say why a file cannot be one of passages, from its name and whether it is there.
+
+    >>> check_passages("wiki.jsonl.gz")
+    "the passages 'wiki.jsonl.gz': expected a file that ends in .parquet, .arrow, .jsonl, .csv; gunzip it first"
+    """
+    if not corpus.endswith(FORMATS):
+        hint = "; gunzip it first" if corpus.endswith(".gz") else ""
+        return f"the passages {corpus!r}: expected a file that ends in {', '.join(FORMATS)}{hint}"
+    return None if Path(corpus).expanduser().is_file() else f"the passages {corpus!r} are not there"
+
+
+class Passages:
+    """An index that is open for reading; threads may share it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open an index; `Passages.of` makes it first."""
+        self.path = path
+        self._own = threading.local()
+
+    @classmethod
+    def of(cls, corpus: str | Path) -> Passages:
+        """Return the index of a file of passages, made now if there is none yet, or the file has changed.
+
+        It lies beside the file, as `FILE.bm25`, or in the user's cache if that folder cannot be written.
+
+        Args:
+            corpus: .jsonl, .parquet, .arrow or .csv with a column `text` and, if there are titles, `title`; or with
+                `contents`, whose first line is the title, as corpora of Search-R1 have it.
+
+        Raises:
+            DataError: it cannot be read, or has no such column.
+        """
+        source = Path(corpus).expanduser()
+        try:
+            found = source.stat()
+        except OSError as error:
+            raise DataError(f"the passages {corpus} cannot be read: {error.strerror}") from None
+        state = f"1 {found.st_size} {found.st_mtime_ns}"
+        places = _places(source)
+        for place in places:
+            if place.is_file() and _state_of(place) == state:
+                return cls(place)
+        place = next(each for each in places if os.access(each.parent, os.W_OK))
+        _write(place, _read(source), state)
+        return cls(place)
+
+    def __len__(self) -> int:
+        return int(self._connection.execute("select count(*) from passages").fetchone()[0])
+
+    def search(self, query: str, top_k: int) -> list[tuple[str, str]]:
+        """Return title and text of the passages that match best, the best first.
+
+        Args:
+            query: words, of which a passage needs one; rare ones weigh more (BM25, k1=1.2, b=0.75, Porter's stems).
+            top_k: passages at most.
+        """
+        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
+        words = [word for word in words if word not in _COMMON] or words
+        if not words:
+            return []
+        asked = " OR ".join(f'"{word}"' for word in words[:_MAX_WORDS])
+        found = self._connection.execute(
+            "select title, text from passages where passages match ? order by rank, rowid limit ?", (asked, top_k)
+        )
+        return found.fetchall()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        if getattr(self._own, "process", None) != os.getpid():  # of a thread, and not of a parent that was forked
+            self._own.connection, self._own.process = _opened(self.path), os.getpid()
+        connection: sqlite3.Connection = self._own.connection
+        return connection
+
+
+def _places(source: Path) -> Sequence[Path]:
+    """Return where the index of a file may lie, the better place first; the last one's folder is there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "rallypoint" / "passages"
+    cache.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
+    return source.with_name(f"{source.name}.bm25"), cache / f"{source.name}-{digest}.bm25"
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+
+
+def _state_of(place: Path) -> str | None:
+    with contextlib.suppress(sqlite3.DatabaseError), contextlib.closing(_opened(place)) as index:
+        return str(index.execute("select state from made").fetchone()[0])
+    return None
+
+
+def _write(place: Path, passages: Iterable[tuple[str, str]], state: str) -> None:
+    """Make an index under a name of its own, and put it where it belongs when it is complete."""
+    _LOG.warning("making an index of passages, once: %s", place)
+    begun, part = time.monotonic(), place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with contextlib.closing(sqlite3.connect(part)) as index:
+            index.executescript("pragma journal_mode=off; pragma synchronous=off; pragma cache_size=-262144;")
+            # A passage counts for the words that it has, wherever: no places of words are kept.
+            options = "tokenize='porter unicode61', detail=column"
+            index.execute(f"create virtual table passages using fts5(title, text, {options})")
+            index.executemany("insert into passages values (?, ?)", passages)
+            index.execute("insert into passages(passages) values ('optimize')")
+            index.execute("create table made as select ? as state", (state,))
+            index.commit()
+        part.replace(place)
+    finally:
+        part.unlink(missing_ok=True)
+    _LOG.warning("%s: made in %.0f s", place, time.monotonic() - begun)
+
+
+def _read(source: Path) -> Iterator[tuple[str, str]]:
+    problems = Problems()
+    table = open_table(str(source), source.name, problems)
+    if table is None:
+        problems.raise_any()
+        raise AssertionError("a table that could not be opened has a problem")
+    wanted = [name for name in ("title", *_TEXT) if table.columns is None or name in table.columns]
+    num_read = 0
+    for place, row in table.read(wanted, 0):
+        yield _passage(row, f"{source.name}, {table.unit} {place}", table.columns or tuple(row))
+        num_read += 1
+    problems.raise_any()
+    if not num_read:
+        raise DataError(f"{source} has no passages")
+
+
+def _passage(row: Mapping[str, Any], where: str, columns: Sequence[str]) -> tuple[str, str]:
+    r"""Return title and text of a row.
+
+    >>> _passage({"contents": '"Rome"\nA city.'}, "", ()), _passage({"title": "Rome", "text": "A city."}, "", ())
+    (('Rome', 'A city.'), ('Rome', 'A city.'))
+    """
+    text = next((row[name] for name in _TEXT if isinstance(row.get(name), str)), None)
+    if text is None:
+        near = next(filter(None, (suggestion(name, _TEXT) for name in columns)), "")
+        raise DataError(f"{where}: expected a column `text` with text, found {', '.join(columns)}{near}")
+    title = row.get("title")
+    if title is None and "contents" in row:
+        title, _, text = text.partition("\n")
+    return str(title or "").strip('"'), str(text)
