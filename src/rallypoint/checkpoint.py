@@ -44,8 +44,13 @@ def checkpoint_name(step: int) -> str:
 
 
 @contextlib.contextmanager
-def writing(folder: Path, step: int) -> Iterator[Path]:
+def writing(folder: Path, step: int, *, durable: bool = True) -> Iterator[Path]:
     """Yield a folder to write to, which becomes the checkpoint of a step if the block succeeds.
+
+    Args:
+        folder: of checkpoints.
+        step: that it is of.
+        durable: whether it outlives a power cut, for which all of it is flushed to the disk.
 
     Raises:
         CheckpointError: the disk is full or not writable; no partial checkpoint is left.
@@ -57,11 +62,14 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         _write_manifest(temporary, step)
+        if durable:
+            sync_below(temporary)
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
-        sync(folder)
+        if durable:
+            sync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)  # so that the free space in the error is right
@@ -157,7 +165,6 @@ def prune(folder: Path, keep: int, *, best: int = 0) -> None:
 def _write_manifest(folder: Path, step: int) -> None:
     manifest = {"format": _FORMAT, "step": step, "files": digests(folder, besides=MANIFEST)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    sync_below(folder)
 
 
 Files = Mapping[str, tuple[int, str]]

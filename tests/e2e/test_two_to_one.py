@@ -14,12 +14,14 @@ from rallypoint.cluster.ray_cluster import RayCluster
 from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
 from rallypoint.generation import Request, SamplingParams, as_turn
+from rallypoint.journal import Journal
 from rallypoint.prepare.machine import pools_of
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
 from rallypoint.roles.publishing import Stream, WrittenFolder
 from rallypoint.roles.rollout import Rollouts
+from rallypoint.roles.supervisor import Supervisor
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
 from rallypoint.types import ActorBatch, RolloutBatch, Trajectory, assemble
@@ -90,7 +92,8 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
         pools = pools_of(config)
         await pools.open(runtime)
         with contextlib.closing(rendezvous_of(config, runtime)) as rendezvous:
-            placement = Placement(config, runtime, pools, model, folder, rendezvous)
+            supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
+            placement = Placement(config, runtime, pools, model, folder, rendezvous, supervisor)
             actor = await Actor.create(placement, loss)
             rollouts = await Rollouts.create(placement)
             assert rollouts.transport.name == "memory", "they are on one node"

@@ -159,6 +159,8 @@ class RolesStarted:
 
     step: int
     metrics: Mapping[str, float]
+    processes: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict[str, Sequence[str]])
+    """Role -> number and node of the process of each rank: `4711@node`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +202,31 @@ class CheckpointSaved:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLost:
+    """A worker process that died or hung while it was needed, with all its roles; the run goes on."""
+
+    role: str
+    """The role whose call it was."""
+    rank: int
+    step: int | None
+    """Step that was under way; None if none was."""
+    why: str
+    """The error, in a line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolesRestarted:
+    """What was lost is there again."""
+
+    first: int | None
+    """Step after which the run goes on, if a role that trains was lost; None if the step under way goes on."""
+    seconds: float
+    """Seconds since the loss was noticed."""
+    processes: Mapping[str, Sequence[str]]
+    """Those of the roles that were made anew; see `RolesStarted`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The end of a start; a start without one was killed."""
 
@@ -225,6 +252,8 @@ Event: TypeAlias = (
     | StepDone
     | Validated
     | CheckpointSaved
+    | RoleLost
+    | RolesRestarted
     | RunEnded
 )
 

@@ -24,6 +24,8 @@ from rallypoint.journal.events import (
     Event,
     InputsRead,
     Launched,
+    RoleLost,
+    RolesRestarted,
     RunBegan,
     RunEnded,
     StepDone,
@@ -50,6 +52,8 @@ class RunState:
     checkpoints: Mapping[int, CheckpointSaved] = dataclasses.field(default_factory=dict[int, CheckpointSaved])
     ended: RunEnded | None = None
     """End of its newest start; None while it runs, or if it was killed."""
+    losses: Sequence[RoleLost | RolesRestarted] = ()
+    """Processes that were lost, over all starts, and how it went on after them."""
 
     @property
     def step(self) -> int:
@@ -65,7 +69,7 @@ class RunState:
 def fold(events: Iterable[Event]) -> RunState:
     """Return the state that events make, oldest first."""
     launched, began, inputs, ended, num_starts = Launched(), None, None, None, 0
-    starts = list[RunBegan]()
+    starts, losses = list[RunBegan](), list[RoleLost | RolesRestarted]()
     steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
     for event in events:
         match event:
@@ -85,8 +89,10 @@ def fold(events: Iterable[Event]) -> RunState:
                 validations[step] = event
             case CheckpointSaved(step=step):
                 checkpoints[step] = event
+            case RoleLost() | RolesRestarted():
+                losses.append(event)
             case RunEnded():
                 ended = event
             case _:
                 pass
-    return RunState(launched, began, inputs, num_starts, starts, steps, validations, checkpoints, ended)
+    return RunState(launched, began, inputs, num_starts, starts, steps, validations, checkpoints, ended, losses)

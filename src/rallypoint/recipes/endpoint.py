@@ -44,7 +44,7 @@ class Endpoint:
         Raises:
             ServingError: it is taken.
         """
-        self._socket = bind(_HOST, port)
+        self._port, self._socket = port, bind(_HOST, port)
         self._folder, self._journal = folder, journal
         self._server: Server | None = None
         self._guests: GuestRequests | None = None
@@ -96,6 +96,12 @@ class Endpoint:
         with contextlib.suppress(OSError):
             self._folder.endpoint_key.unlink(missing_ok=True)
         self._socket.close()
+
+    async def reopen(self) -> None:
+        """Close, and take the port again, for roles that are started anew."""
+        await self.close()
+        self._socket, self._is_closing = bind(_HOST, self._port), False
+        self._server = self._guests = self._running = None
 
     def _hear_end(self) -> None:
         """Say so if the server has ended by itself; called in its thread."""

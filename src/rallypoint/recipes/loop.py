@@ -1,70 +1,52 @@
-"""The frame of every recipe: start, resume, step after step, validate, checkpoint, stop.
+"""The frame of every recipe: start, resume, start again after a loss, stop; `steps.py` does the steps between.
 
-Owns: what happens between steps. Must not know: which algorithm it runs; the recipe's own page says what a step does.
+Owns: what a run needs besides its roles, and when these are started. Must not know: which algorithm it runs; the
+recipe's own page says what a step does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rallypoint import checkpoint
-from rallypoint.cluster import Runtime, at_step, open_runtime
+from rallypoint.checkpoint import checkpoint_name
+from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
 from rallypoint.config import LoadedConfig, RoleName, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
-from rallypoint.data import save_tokenizer
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.agents import is_agent
-from rallypoint.environments.grader import open_grader
+from rallypoint.environments.grader import Grader, open_grader
+from rallypoint.errors import WorkerDiedError
 from rallypoint.journal import (
-    CheckpointSaved,
     InputsRead,
     Journal,
-    RolesStarted,
     RunEnded,
     Said,
-    Shown,
-    StepDone,
-    Validated,
 )
-from rallypoint.observability import collect_spans, span
-from rallypoint.observability.spans import START, TIME_PREFIX
-from rallypoint.prepare.data_notes import FirstScores
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
-from rallypoint.recipes.interruption import Observer, acknowledging, interruptible
-from rallypoint.recipes.recipe import Recipe, Setup, page_of
-from rallypoint.roles.actor import Actor
+from rallypoint.recipes.interruption import Observer, acknowledging
+from rallypoint.recipes.recipe import Setup, page_of
+from rallypoint.recipes.saving import Saver, newest_state
+from rallypoint.recipes.steps import Steps
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
-from rallypoint.run.agreement import Agreement
-from rallypoint.run.comparison import digests_of
+from rallypoint.roles.supervisor import Supervisor
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
-from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
-from rallypoint.run.reports import VALIDATION
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
-from rallypoint.sampling.group import AbandonedError
-from rallypoint.types import merge
 
 if TYPE_CHECKING:
     from rallypoint.recipes.agents import Agents
     from rallypoint.recipes.endpoint import Endpoint
-
-_NUM_SHOWN = 8
-"""Rollouts of a step, of which a display shows one."""
-_STATE = Path("training") / "state.json"
-"""In a checkpoint: what is not a role's."""
 
 
 def train(
@@ -155,24 +137,28 @@ async def _train(
             material = await _open_and_prepare(pools.open(runtime), preparing)
             recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
             recording.add_done_callback(_take_note)
-            say("starting the roles", level="wait")
-            rendezvous = rendezvous_of(config, runtime)
-            if rendezvous is not None:
-                at_end.add(rendezvous.close, after=runtime.shutdown)  # workers renew their leases there
-            shared = SharedFolder.marked(folder.path)
-            placement = Placement(config, runtime, pools, material.model_path, shared, rendezvous)
             agents = _agents(config, folder, material)
             if agents is not None:
                 at_end.add(agents.close)
                 await agents.open()
-            setup = Setup(placement, material, grader, journal, agents)
-            recipe = await page_of(config).create(setup)
-            record = await recording
-            journal.append(InputsRead(files=record.inputs))
-            run = _Run(setup, recipe, record, endpoint, journal, folder, progress, files, observer, began_s)
-            if first:
-                await run.restore(first)
-        return await run.steps(first)
+        roles = _Roles(
+            beginning,
+            folder,
+            journal,
+            progress,
+            files,
+            observer,
+            endpoint,
+            grader,
+            agents,
+            runtime,
+            pools,
+            material,
+            recording,
+            began_s,
+        )
+        at_end.add(roles.close_rendezvous, after=runtime.shutdown)  # workers renew their leases there
+        return await roles.run()
 
 
 def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Runtime:
@@ -233,156 +219,69 @@ def _take_note(prepared: asyncio.Task[Any]) -> None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Run:
-    """One start of a run: the steps that are still to do."""
+class _Roles:
+    """Starts the roles and does the steps; starts them again where a role was lost that cannot be made again alone."""
 
-    setup: Setup
-    recipe: Recipe
-    record: Record
-    endpoint: Endpoint | None
-    journal: Journal
+    beginning: Beginning
     folder: RunFolder
+    journal: Journal
     progress: Progress
-    rollouts: RolloutFiles
+    files: RolloutFiles
     observer: Observer
+    endpoint: Endpoint | None
+    grader: Grader
+    agents: Agents | None
+    runtime: Runtime
+    pools: ResourcePoolManager
+    material: Material
+    recording: asyncio.Task[Record]
     began_s: float
-    """When it began, by the clock that only goes forward."""
-    first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
-    saved: int = 0
-    """Step of the newest checkpoint."""
-    largest_gap: float = 0.0
-    """Nats between sampler and trainer, of any step so far."""
-    newest: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Metrics of the newest step."""
-    best: tuple[int, float] = (0, -math.inf)
-    """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
+    _placement: Placement | None = None
 
-    async def restore(self, step: int) -> None:
-        """Read the roles' state back from the checkpoint of a step, which was verified."""
-        folder = self.folder.checkpoints / checkpoint.checkpoint_name(step)
-        state = json.loads((folder / _STATE).read_text())
-        await self.recipe.restore(folder)
-        self.recipe.go_on(step, state)
-
-    async def steps(self, first: int) -> bool:
-        """Do the steps after step `first`; return whether all were done."""
-        async with Endings(self.journal.say) as at_end:
-            at_end.add(self.recipe.close)
-            hurry = self.setup.placement.runtime.hurry
-            with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
-                await self._begin(first)
-                return await self._steps(first, interrupted)
-
-    async def _begin(self, first: int) -> None:
-        actor, source = self.recipe.actor, self.recipe.sampling
-        self.saved = first
-        for step, validated in self.folder.state().validations.items():
-            self._note_best(step, validated.metrics)
-        if source is not None:
-            assert isinstance(actor, Actor), "rollouts are sampled from a policy"
-            await actor.publish(source)
-            if self.endpoint is not None:
-                await self.endpoint.open(self.setup.material, source.mailbox, actor.is_published)
-        counts = {} if first else self.setup.material.counts()
-        metrics = {**counts, TIME_PREFIX + START: time.monotonic() - self.began_s}
-        self.journal.append(RolesStarted(step=first, metrics=metrics))
-        if first == 0:
-            await self._validate(0)
-
-    async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
-        config = self.setup.config
-        num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
-        for step in range(first + 1, num_steps + 1):
-            if interrupted.is_set():
-                self.journal.say(f"interrupted after step {step - 1}", level="log")
-                return False
+    async def run(self) -> bool:
+        """Do all steps; return whether they were done."""
+        config, first, supervisor = self.beginning.config, self.beginning.first, Supervisor(self.journal)
+        saved = self.folder.checkpoints / checkpoint_name(first) if first else None
+        steps = None
+        while True:
             try:
-                await self._step(step)
-            except AbandonedError as error:
-                self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
-                if self.saved < step - 1:
-                    await self._save(step - 1)
-                return False
-            if step % config.validation.every_steps == 0 or step == num_steps:
-                await self._validate(step)
-            if self.observer.after_step(step, self.newest):
-                interrupted.set()
-            if interrupted.is_set() or step in (self.best[0], num_steps) or step % every == 0:
-                await self._save(step)
-        return True
+                with acknowledging(self.journal.say):
+                    steps = await self._begin(supervisor, saved)
+                return await steps.take(first)
+            except WorkerDiedError as error:
+                if steps is None or steps.is_ending or config.cluster.runtime == "inline":
+                    raise
+                supervisor.lost(error)
+            await self._end()
+            first, saved = await asyncio.to_thread(newest_state, self.folder)
+            self.journal.append(began_of(dataclasses.replace(self.beginning, first=first), self.folder))
 
-    def _promise(self, signal: str) -> None:
-        message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
-        self.journal.say(message, level="end")
-        self.recipe.hurry()
+    async def _begin(self, supervisor: Supervisor, saved: Path | None) -> Steps:
+        self.journal.say("starting the roles", level="wait")
+        config, material, shared = self.beginning.config, self.material, SharedFolder.marked(self.folder.path)
+        rendezvous = rendezvous_of(config, self.runtime)
+        self._placement = Placement(
+            config, self.runtime, self.pools, material.model_path, shared, rendezvous, supervisor
+        )
+        setup = Setup(self._placement, material, self.grader, self.journal, self.agents)
+        recipe = await page_of(config).create(setup)
+        record = await self.recording
+        self.journal.append(InputsRead(files=record.inputs))
+        saver = Saver(setup, recipe, record, self.folder, self.files)
+        if saved is not None:
+            await saver.restore(saved)
+        return Steps(setup, recipe, saver, self.endpoint, self.progress, self.observer, self.began_s)
 
-    def _lost(self) -> str:
-        self.progress.give_back()
-        lost = f"the steps after {self.saved} are lost" if self.saved else "all steps are lost"
-        return f"ended at once: {lost}, and are done again with: rally train {self.folder.path} --resume"
+    async def _end(self) -> None:
+        """End all roles, whatever they do."""
+        if self.endpoint is not None:
+            await self.endpoint.reopen()
+        assert self._placement is not None, "it began"
+        await self._placement.close()
+        self.close_rendezvous()
+        self.began_s = time.monotonic()
 
-    async def _step(self, step: int) -> None:
-        with collect_spans() as spans, at_step(step):
-            metrics = await self.recipe.train_step(step)
-        scalars = merge(metrics, await self.setup.placement.memory()).scalars()
-        self._log_agreement(step, scalars)
-        self.newest = {**scalars, **spans.scalars()}
-        rollouts = self.recipe.newest
-        digests = digests_of(rollouts, self.recipe.actor.learned)
-        if rollouts is not None:
-            rows = [{STEP: step, **dataclasses.asdict(one)} for one in rollouts.records(_NUM_SHOWN)]
-            self.journal.tell(Shown(step=step, rows=rows))
-            self.rollouts.put(step, rollouts)
-        self.journal.append(StepDone(step=step, metrics=self.newest, digests=digests, seconds=spans.elapsed_s))
-        told = rollouts and self.first_scores.add(rollouts, self.setup.config, str(self.folder.path))
-        if told:
-            self.journal.say(told)
-
-    def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
-        """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
-        found = Agreement.of([{STEP: step, **scalars}], self.setup.material.token_text)
-        if found is not None and not found.largest <= self.largest_gap:
-            self.largest_gap = found.largest
-            self.journal.say(f"rollout and old logprobs: {found}", level="log")
-
-    async def _validate(self, step: int) -> None:
-        measured = None
-        with collect_spans() as spans, span("validate"):
-            try:
-                measured = await self.recipe.validate()
-            except AbandonedError as error:
-                self.journal.say(f"the validation after step {step} is left out: {error}")
-        if measured is not None:
-            scalars = measured.prefixed("validation").scalars()
-            self.newest |= scalars
-            self.journal.append(Validated(step=step, metrics={**scalars, **spans.scalars()}))
-            self._note_best(step, scalars)
-            if self.recipe.validated is not None:
-                self.rollouts.put(step, self.recipe.validated, "validation")
-
-    def _note_best(self, step: int, scalars: Mapping[str, float]) -> None:
-        score = scalars.get(VALIDATION, math.nan)
-        if self.setup.config.checkpoint.keep_best and step and score > self.best[1]:
-            self.best = step, score
-
-    async def _save(self, step: int) -> None:
-        """Write a checkpoint, which is visible when it is whole, and remove older ones.
-
-        Raises:
-            CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
-        """
-        recipe = self.recipe
-        with collect_spans() as spans, span("checkpoint"):
-            self.journal.sync()
-            await asyncio.to_thread(self.rollouts.flush)
-            with checkpoint.writing(self.folder.checkpoints, step) as folder:
-                (folder / "training").mkdir()
-                await recipe.save(folder)
-                save_tokenizer(self.setup.material.tokenizer, folder)
-                state = {"step": step, **recipe.state}
-                (folder / _STATE).write_text(json.dumps(state))
-                self.record.write(folder)
-            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
-        self.saved = step
-        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
-        self.journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))
+    def close_rendezvous(self) -> None:
+        """Leave no place to meet behind."""
+        if self._placement is not None and self._placement.rendezvous is not None:
+            self._placement.rendezvous.close()

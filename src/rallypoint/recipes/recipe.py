@@ -1,7 +1,7 @@
 """What a recipe is: the roles of a run, and one training step.
 
 A page such as `ppo.py` starts its roles in `create`, names their losses there, and commands them in `train_step`.
-`loop.py` does the rest. `RECIPES` (`rallypoint.config`) says which page belongs to a recipe's name.
+`loop.py` and `steps.py` do the rest. `RECIPES` (`rallypoint.config`) says which page belongs to a recipe's name.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from rallypoint.errors import CheckpointError, GenerationError, ModelError, Serv
 from rallypoint.generation import EngineThread, NativeEngine
 from rallypoint.models import named_weights
 from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
+from rallypoint.recipes.saving import STATE
 from rallypoint.recipes.use import Trained
 from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
 
@@ -237,7 +238,7 @@ def _name_of(trained: Trained) -> str:
 
 def _version_of(trained: Trained) -> int:
     """Return how many optimizer steps made the weights; 0 where nobody says."""
-    path = Path(trained.path) / "training" / "state.json"
+    path = Path(trained.path) / STATE
     if not path.is_file():
         return 0
     try:

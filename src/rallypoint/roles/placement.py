@@ -26,6 +26,7 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.colocated import LeaseHolder
+from rallypoint.roles.supervisor import Supervisor
 from rallypoint.types import Metrics, merge
 
 WorkerT = TypeVar("WorkerT")
@@ -166,6 +167,7 @@ class Placement:
     model_path: str
     folder: SharedFolder
     rendezvous: Rendezvous | None
+    supervisor: Supervisor
     groups: dict[RoleName, WorkerGroup[Any]] = dataclasses.field(default_factory=dict[RoleName, WorkerGroup[Any]])
     """Those that were started."""
 
@@ -189,6 +191,19 @@ class Placement:
     def spec(self) -> WorkerSpec:
         """What every worker is given."""
         return WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
+
+    @property
+    def processes(self) -> dict[str, list[str]]:
+        """Role -> number and node of the process of each rank."""
+        return {
+            role: [f"{process.info.pid}@{process.info.node}" for process in group.processes]
+            for role, group in self.groups.items()
+        }
+
+    async def close(self) -> None:
+        """End all groups at once, and their processes."""
+        await asyncio.gather(*(group.shutdown(patience_s=0) for group in self.groups.values()))
+        self.groups.clear()
 
     async def memory(self) -> Metrics:
         """Return the peak memory of every role, over its processes, since this was last asked."""

@@ -6,6 +6,7 @@ runs/NAME/
     metrics.jsonl    one line a step
     rollouts/        step_000020.parquet: the rollouts of a step; validation_000020.parquet: those of a validation
     checkpoints/     step_000020/: a Hugging Face folder and the state to resume from
+    snapshots/       the state after the newest step, while the run goes on
     logs/            train.log, and Ray's own logs below ray/
     published/       weights on their way to the rollout role, while the run goes on
     model/ data/     what the run made for itself, if it did
@@ -85,6 +86,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def snapshots(self) -> Path:
+        """Folder of the newest snapshot; see `recipes/saving.py`."""
+        return self.path / "snapshots"
 
     @property
     def logs(self) -> Path:

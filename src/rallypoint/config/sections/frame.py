@@ -20,6 +20,9 @@ class CheckpointConfig(Section):
     keep_best: bool = key(
         False, help="Save after each validation that is better than all before it, and never remove the best."
     )
+    snapshots: bool = key(
+        True, help="Keep the state after every step, or as often as costs at most 3 %, for lost processes."
+    )
 
 
 class CheckConfig(Section):

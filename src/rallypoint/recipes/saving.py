@@ -1,0 +1,116 @@
+"""What a run goes on from: checkpoints, and between them snapshots, for worker processes that are lost.
+
+Owns: what is saved when, and what of it is kept. Must not know: what a recipe's roles save, or why it is restored.
+
+A snapshot is a checkpoint that is not flushed to the disk: it outlives every process of the run, but no power cut.
+There is one at most, in `snapshots/`. What it costs is measured, and the next one waits for 33 times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint import checkpoint
+from rallypoint.data import save_tokenizer
+from rallypoint.errors import CheckpointError
+from rallypoint.journal import CheckpointSaved
+from rallypoint.observability import collect_spans, span
+from rallypoint.recipes.recipe import Recipe, Setup
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.record import Record
+from rallypoint.run.reports import VALIDATION
+from rallypoint.run.rollouts import RolloutFiles
+
+STATE = Path("training") / "state.json"
+"""In a checkpoint: what is not a role's."""
+_MOST_OF_A_STEP = 0.03
+"""Share of the time of steps that snapshots may take."""
+
+
+def newest_state(folder: RunFolder) -> tuple[int, Path | None]:
+    """Return the newest step that a run can be restored to, and where from; 0 and None if nothing whole was saved."""
+    found = [(checkpoint.newest_whole(each), each) for each in (folder.checkpoints, folder.snapshots)]
+    step, where = max(found, key=lambda pair: pair[0])
+    return step, where / checkpoint.checkpoint_name(step) if step else None
+
+
+@dataclasses.dataclass(slots=True)
+class Saver:
+    """Saves one start of a run."""
+
+    setup: Setup
+    recipe: Recipe
+    record: Record
+    folder: RunFolder
+    rollouts: RolloutFiles
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    best: tuple[int, float] = (0, -math.inf)
+    """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
+    _took_s: float = 0.0
+    """Seconds that the newest snapshot took."""
+    _since: float = dataclasses.field(default_factory=time.monotonic)
+    """When the newest of checkpoints and snapshots was saved."""
+
+    def validated(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Note how a validation went."""
+        score = scalars.get(VALIDATION, math.nan)
+        if self.setup.config.checkpoint.keep_best and step and score > self.best[1]:
+            self.best = step, score
+
+    async def restore(self, saved: Path) -> None:
+        """Read the state of the run back from a checkpoint or a snapshot, which was verified."""
+        state = json.loads((saved / STATE).read_text())
+        await self.recipe.restore(saved)
+        self.recipe.go_on(state["step"], state)
+
+    async def save(self, step: int) -> None:
+        """Write a checkpoint, which is visible when it is whole, and remove older ones.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
+        """
+        journal = self.setup.journal
+        with collect_spans() as spans, span("checkpoint"):
+            journal.sync()
+            await asyncio.to_thread(self.rollouts.flush)
+            with checkpoint.writing(self.folder.checkpoints, step) as folder:
+                await self._write(folder, step)
+                save_tokenizer(self.setup.material.tokenizer, folder)
+                self.record.write(folder)
+            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
+        self.saved, self._since = step, time.monotonic()
+        shutil.rmtree(self.folder.snapshots, ignore_errors=True)
+        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
+        journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))
+
+    async def snapshot(self, step: int) -> None:
+        """Write a snapshot after a step, if one is due and no checkpoint is.
+
+        One that cannot be written is left out: a run that loses a process goes back further then.
+        """
+        config, began = self.setup.config, time.monotonic()
+        is_saved = step % config.checkpoint_every_steps == 0 or step == config.trainer.num_steps
+        is_cheap = (began - self._since) * _MOST_OF_A_STEP >= self._took_s
+        if not config.checkpoint.snapshots or config.cluster.runtime == "inline" or is_saved or not is_cheap:
+            return
+        try:
+            with span("snapshot"), checkpoint.writing(self.folder.snapshots, step, durable=False) as folder:
+                await self._write(folder, step)
+            checkpoint.prune(self.folder.snapshots, 1)
+        except (CheckpointError, OSError) as error:
+            self.setup.journal.say(f"no snapshot: {error}", level="log")
+        self._since = time.monotonic()
+        self._took_s = self._since - began
+
+    async def _write(self, folder: Path, step: int) -> None:
+        (folder / "training").mkdir()
+        await self.recipe.save(folder)
+        (folder / STATE).write_text(json.dumps({"step": step, **self.recipe.state}))

@@ -1,0 +1,161 @@
+"""The steps of a run: one after another, with what happens between them: validation, checkpoints, a request to end.
+
+Owns: what happens between steps. Must not know: which algorithm it runs, and how roles are started or lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from rallypoint.cluster import at_step
+from rallypoint.display import Progress
+from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
+from rallypoint.observability import collect_spans, span
+from rallypoint.observability.spans import START, TIME_PREFIX
+from rallypoint.prepare.data_notes import FirstScores
+from rallypoint.recipes.ending import Endings
+from rallypoint.recipes.interruption import Observer, interruptible
+from rallypoint.recipes.recipe import Recipe, Setup
+from rallypoint.recipes.saving import Saver
+from rallypoint.roles.actor import Actor
+from rallypoint.run.agreement import Agreement
+from rallypoint.run.comparison import digests_of
+from rallypoint.run.metrics_log import STEP
+from rallypoint.sampling.group import AbandonedError
+from rallypoint.types import merge
+
+if TYPE_CHECKING:
+    from rallypoint.recipes.endpoint import Endpoint
+
+_NUM_SHOWN = 8
+"""Rollouts of a step, of which a display shows one."""
+
+
+@dataclasses.dataclass(slots=True)
+class Steps:
+    """One start of a run: the steps that are still to do."""
+
+    setup: Setup
+    recipe: Recipe
+    saver: Saver
+    endpoint: Endpoint | None
+    progress: Progress
+    observer: Observer
+    began_s: float
+    """When it began, by the clock that only goes forward."""
+    is_ending: bool = False
+    """Whether somebody has asked it to end."""
+    first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
+    largest_gap: float = 0.0
+    """Nats between sampler and trainer, of any step so far."""
+    newest: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Metrics of the newest step."""
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of the run."""
+        return self.setup.journal
+
+    async def take(self, first: int) -> bool:
+        """Do the steps after step `first`; return whether all were done."""
+        async with Endings(self.journal.say) as at_end:
+            at_end.add(self.recipe.close)
+            hurry = self.setup.placement.runtime.hurry
+            with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
+                await self._begin(first)
+                return await self._steps(first, interrupted)
+
+    async def _begin(self, first: int) -> None:
+        actor, source = self.recipe.actor, self.recipe.sampling
+        self.saver.saved = first
+        for step, validated in self.saver.folder.state().validations.items():
+            self.saver.validated(step, validated.metrics)
+        if source is not None:
+            assert isinstance(actor, Actor), "rollouts are sampled from a policy"
+            await actor.publish(source)
+            if self.endpoint is not None:
+                await self.endpoint.open(self.setup.material, source.mailbox, actor.is_published)
+        counts = {} if first else self.setup.material.counts()
+        metrics = {**counts, TIME_PREFIX + START: time.monotonic() - self.began_s}
+        placement = self.setup.placement
+        self.journal.append(RolesStarted(step=first, metrics=metrics, processes=placement.processes))
+        placement.supervisor.restarted(placement.processes, first)
+        if first == 0:
+            await self._validate(0)
+
+    async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
+        config = self.setup.config
+        num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
+        for step in range(first + 1, num_steps + 1):
+            if interrupted.is_set():
+                self.journal.say(f"interrupted after step {step - 1}", level="log")
+                return False
+            try:
+                await self._step(step)
+            except AbandonedError as error:
+                self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
+                if self.saver.saved < step - 1:
+                    await self.saver.save(step - 1)
+                return False
+            if step % config.validation.every_steps == 0 or step == num_steps:
+                await self._validate(step)
+            if self.observer.after_step(step, self.newest):
+                interrupted.set()
+            if interrupted.is_set() or step in (self.saver.best[0], num_steps) or step % every == 0:
+                await self.saver.save(step)
+        return True
+
+    def _promise(self, signal: str) -> None:
+        message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
+        self.is_ending = True
+        self.journal.say(message, level="end")
+        self.recipe.hurry()
+
+    def _lost(self) -> str:
+        self.progress.give_back()
+        saved, path = self.saver.saved, self.saver.folder.path
+        lost = f"the steps after {saved} are lost" if saved else "all steps are lost"
+        return f"ended at once: {lost}, and are done again with: rally train {path} --resume"
+
+    async def _step(self, step: int) -> None:
+        with collect_spans() as spans, at_step(step):
+            metrics = await self.recipe.train_step(step)
+            await self.saver.snapshot(step)
+        scalars = merge(metrics, await self.setup.placement.memory()).scalars()
+        self._log_agreement(step, scalars)
+        self.newest = {**scalars, **spans.scalars()}
+        rollouts = self.recipe.newest
+        digests = digests_of(rollouts, self.recipe.actor.learned)
+        if rollouts is not None:
+            rows = [{STEP: step, **dataclasses.asdict(one)} for one in rollouts.records(_NUM_SHOWN)]
+            self.journal.tell(Shown(step=step, rows=rows))
+            self.saver.rollouts.put(step, rollouts)
+        self.journal.append(StepDone(step=step, metrics=self.newest, digests=digests, seconds=spans.elapsed_s))
+        told = rollouts and self.first_scores.add(rollouts, self.setup.config, str(self.saver.folder.path))
+        if told:
+            self.journal.say(told)
+
+    def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
+        """Log the token on which sampler and trainer differ most, when they differ more than ever before."""
+        found = Agreement.of([{STEP: step, **scalars}], self.setup.material.token_text)
+        if found is not None and not found.largest <= self.largest_gap:
+            self.largest_gap = found.largest
+            self.journal.say(f"rollout and old logprobs: {found}", level="log")
+
+    async def _validate(self, step: int) -> None:
+        measured = None
+        with collect_spans() as spans, span("validate"):
+            try:
+                measured = await self.recipe.validate()
+            except AbandonedError as error:
+                self.journal.say(f"the validation after step {step} is left out: {error}")
+        if measured is not None:
+            scalars = measured.prefixed("validation").scalars()
+            self.newest |= scalars
+            self.journal.append(Validated(step=step, metrics={**scalars, **spans.scalars()}))
+            self.saver.validated(step, scalars)
+            if self.recipe.validated is not None:
+                self.saver.rollouts.put(step, self.recipe.validated, "validation")

@@ -1,0 +1,68 @@
+"""Hears that worker processes were lost, decides whether the run goes on, and says and records that it does.
+
+Owns: how often processes may be lost. Must not know: what a role does, or how it is made anew. Invariant: only a
+process that died or hung is made again. An error that a worker raised is the user's to mend, and ends the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rallypoint.errors import WorkerDiedError, first_line
+from rallypoint.journal import Journal, RoleLost, RolesRestarted
+
+_MOST_AN_HOUR, _HOUR_S = 10, 3600.0
+_MOST_IN_ONE_CALL = 2
+"""Losses in one call of a rank in one step that the run goes on after: a third has its cause there."""
+
+
+class Supervisor:
+    """The losses of a run so far."""
+
+    def __init__(self, journal: Journal, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without losses.
+
+        Args:
+            journal: of the run.
+            clock: seconds that never go back.
+        """
+        self._journal, self._clock = journal, clock
+        self._noticed = collections.deque[float](maxlen=_MOST_AN_HOUR + 1)
+        self._calls: collections.Counter[tuple[str, int, str, int | None]] = collections.Counter()
+        self._away_since: float | None = None
+
+    def lost(self, error: WorkerDiedError) -> None:
+        """Record that a process was lost; return if the run may go on.
+
+        Raises:
+            WorkerDiedError: the given one, if that was the same call three times, or too many were lost in an hour.
+        """
+        now, call = self._clock(), (error.role, error.rank, error.call, error.step)
+        self._noticed.append(now)
+        self._calls[call] += 1
+        self._away_since = now if self._away_since is None else self._away_since
+        self._journal.append(RoleLost(role=error.role, rank=error.rank, step=error.step, why=first_line(error)))
+        if self._calls[call] > _MOST_IN_ONE_CALL:
+            error.add_note(f"it is the third loss in {error.call}, so the run ends")
+            raise error
+        if len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
+            error.add_note(f"more than {_MOST_AN_HOUR} processes were lost within an hour, so the run ends")
+            raise error
+        what = first_line(error).partition(": ")[0]  # the rest is in the event
+        self._journal.say(f"{what}; it is started again")
+
+    def restarted(self, processes: Mapping[str, Sequence[str]], first: int | None = None) -> None:
+        """Record that what was lost is there again; nothing if nothing was.
+
+        Args:
+            processes: of the roles that were made anew, see `RolesStarted`.
+            first: step after which the run goes on; None if the step under way does.
+        """
+        if self._away_since is None:
+            return
+        seconds, self._away_since = self._clock() - self._away_since, None
+        self._journal.append(RolesRestarted(processes=processes, first=first, seconds=round(seconds, 3)))
+        where = "the step goes on" if first is None else f"the run goes on after step {first}"
+        self._journal.say(f"{', '.join(processes)}: back after {seconds:.1f} s: {where}", level="log")
