@@ -192,6 +192,30 @@ def diff(a: Run, b: Run) -> None:
 
 
 @app.command()
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option(min=1, help="A step that the run has done.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="What is to be different: a reward, a loss, any other key."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show all rollouts that differ.")] = False,
+) -> None:
+    """Compute a step again without sampling, and exit with 1 if it is not what it was."""
+    from rallypoint.cli.replay import print_replay
+
+    raise typer.Exit(0 if print_replay(run, step, changes or [], full=full) else 1)
+
+
+@app.command()
+def waste(run: Run) -> None:
+    """Print the seconds and tokens of a run that bought nothing, by cause."""
+    from rallypoint.cli.waste import print_waste
+
+    print_waste(run)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that ship with rallypoint."""
     from rallypoint.cli.show import print_recipes

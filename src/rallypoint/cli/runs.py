@@ -57,7 +57,7 @@ def show(
     """Print rollouts of a step of a run, or of a recipe's newest run."""
     from rallypoint.run.rollouts import read_rollouts  # only now torch
 
-    rows = read_rollouts(_run_of(run), step, "validation" if validation else "step")
+    rows = read_rollouts(run_of(run), step, "validation" if validation else "step")
     if best is worst is failed is None:
         best = worst = failed = _EACH
     chosen = choose(rows, best=best or 0, worst=worst or 0, failed=failed or 0)
@@ -69,7 +69,7 @@ def write_traces(run: str, file: str, *, step: int | None, validation: bool) -> 
     from rallypoint.run.rollouts import read_rollouts  # only now torch
     from rallypoint.sampling.traces import trace_of
 
-    rows = read_rollouts(_run_of(run), step, "validation" if validation else "step")
+    rows = read_rollouts(run_of(run), step, "validation" if validation else "step")
     Path(file).write_text("".join(json.dumps(trace_of(row)) + "\n" for row in rows))
     Console(highlight=False).print(f"{counted(len(rows), 'rollout')} of step {rows[0]['step']} in {file}", markup=False)
 
@@ -82,7 +82,7 @@ def print_difference(a: str, b: str) -> bool:
     """
     from rallypoint.run.comparison import compare_runs  # only now torch
 
-    console, found = Console(highlight=False), compare_runs(_run_of(a), _run_of(b))
+    console, found = Console(highlight=False), compare_runs(run_of(a), run_of(b))
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
@@ -108,7 +108,8 @@ def _list(say: Callable[[str], None], title: str, changes: Sequence[Change]) -> 
             say(f"  {one.key}: {shown(one.of_a)}  |  {shown(one.of_b)}")
 
 
-def _run_of(name: str) -> Path:
+def run_of(name: str) -> Path:
+    """Return the folder of a run by its path or name, or the newest run of a recipe."""
     return Path(name) if Path(name).is_dir() else newest_of(name, ())
 
 

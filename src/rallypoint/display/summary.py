@@ -21,6 +21,7 @@ from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, counted, number
 from rallypoint.observability.spans import START, shares_of
 from rallypoint.run.reports import Summary
+from rallypoint.run.waste import Account
 
 LABEL, BAR = 14, 36
 MAX_NOTES, FIRST_NOTE_LINES, MAIN_PHASES = 5, 5, 3
@@ -94,6 +95,8 @@ def _results(summary: Summary) -> _Rows:
         trained = f"   {compact(summary.num_tokens_trained)} trained" if summary.num_tokens_trained else ""
         row = _row("tokens", f"{compact(summary.num_tokens_sampled)} sampled")
         rows.append((_TOKENS, row.append(trained, style=PALETTE["quiet"])))
+    if (account := summary.account) is not None and account.wastes:
+        rows.append((_TOKENS, _row("for nothing", in_short(account)).append("   rally waste", PALETTE["quiet"])))
     if (agreement := summary.agreement) is not None:
         rows.append((_AGREEMENT, _row("agreement", agreement.gaps)))
         rows.append((_DETAIL, _row("", clean(agreement.worst), PALETTE["quiet"])))
@@ -102,6 +105,18 @@ def _results(summary: Summary) -> _Rows:
         row = _row("" if index else "memory", _size(measured))
         rows.append((_MEMORY, row.append(f"   {clean(role)}{beside}", style=PALETTE["quiet"])))
     return rows
+
+
+def in_short(account: Account) -> str:
+    """Say in a line what a run has wasted, and by which cause most.
+
+    >>> waste = Waste("done again", 2, "step", 80, 2.0)
+    >>> in_short(Account(seconds=8.0, tokens=160, wastes=(waste,)))
+    '50.0% of tokens, 25.0% of seconds, most of them done again'
+    """
+    shares = {"tokens": (account.tokens_wasted, account.tokens), "seconds": (account.seconds_wasted, account.seconds)}
+    said = ", ".join(f"{part / whole:.1%} of {name}" for name, (part, whole) in shares.items() if whole)
+    return f"{said}, most of them {account.wastes[0].cause}"
 
 
 def _validation(summary: Summary) -> Text:

@@ -37,6 +37,8 @@ class RolloutFailure:
     """Number of the rollout among the G of its prompt."""
     num_turns: int
     """Turns that it had."""
+    num_tokens: int = 0
+    """Tokens that were sampled for it."""
     kind: RolloutFailureKind
     reason: str
     """One line."""

@@ -110,6 +110,8 @@ class RolloutFailed:
     """Step after which it was validated; None in training."""
     num_turns: int
     """Turns that it had."""
+    num_tokens: int = 0
+    """Tokens that were sampled for it."""
     why: str
     """Kind of the failure; see `environments/failures.py`."""
     reason: str

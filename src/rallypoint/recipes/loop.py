@@ -43,6 +43,7 @@ from rallypoint.run.folder import RunFolder, anchored, launched, write_config
 from rallypoint.run.record import Record
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
+from rallypoint.sampling.recorded import Recorded
 
 if TYPE_CHECKING:
     from rallypoint.recipes.agents import Agents
@@ -58,6 +59,7 @@ def train(
     from_step: int | None = None,
     found: Found | None = None,
     observer: Observer | None = None,
+    recorded: Recorded | None = None,
 ) -> bool:
     """Run a recipe to its end, or until it is interrupted.
 
@@ -69,6 +71,7 @@ def train(
         from_step: step of the checkpoint to continue from with `resume`; 0 starts anew, None takes the newest.
         found: prompts, tokenizer and limits of the models; None reads them before anything is started.
         observer: hears of each step, and may end the run.
+        recorded: the run whose rollouts are taken instead of sampling.
 
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
@@ -94,7 +97,7 @@ def train(
             return True
         with recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
             journal.append(began)
-            is_done = asyncio.run(_train(beginning, folder, journal, progress, found, observer or Observer()))
+            is_done = asyncio.run(_train(beginning, folder, journal, progress, found, observer or Observer(), recorded))
             journal.append(RunEnded(how="finished" if is_done else "stopped"))
             if trackers.are_any and (drawn := draw(folder)[0]):
                 trackers.picture(folder.state().step, drawn)
@@ -108,6 +111,7 @@ async def _train(
     progress: Progress,
     found: Found | None,
     observer: Observer,
+    recorded: Recorded | None,
 ) -> bool:
     config, first, say = beginning.config, beginning.first, journal.say
     began_s, rollouts_gib = time.monotonic(), (config.tracking or TrackingConfig()).rollouts_gib
@@ -151,6 +155,7 @@ async def _train(
             endpoint,
             grader,
             agents,
+            recorded,
             runtime,
             pools,
             material,
@@ -231,6 +236,7 @@ class _Roles:
     endpoint: Endpoint | None
     grader: Grader
     agents: Agents | None
+    recorded: Recorded | None
     runtime: Runtime
     pools: ResourcePoolManager
     material: Material
@@ -263,7 +269,7 @@ class _Roles:
         self._placement = Placement(
             config, self.runtime, self.pools, material.model_path, shared, rendezvous, supervisor
         )
-        setup = Setup(self._placement, material, self.grader, self.journal, self.agents)
+        setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded)
         recipe = await page_of(config).create(setup)
         record = await self.recording
         self.journal.append(InputsRead(files=record.inputs))

@@ -51,7 +51,9 @@ from rallypoint.sampling.episode_task import BlockingWatch
 from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
+from rallypoint.sampling.sampled import Batches
 from rallypoint.sampling.source import Prompts, RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
@@ -88,13 +90,15 @@ class Setup:
     """The journal of the run; its `say` appends a line for the user."""
     agents: Agents | None = None
     """What runs the agent that the config names, if it does."""
+    recorded: Recorded | None = None
+    """The run whose rollouts are taken instead of sampling; None samples."""
 
     @property
     def config(self) -> RunConfig:
         """The config of the run."""
         return self.placement.config
 
-    async def open_source(self, *, episode: Episode | None = None) -> RolloutSource:
+    async def open_source(self, *, episode: Episode | None = None) -> Batches:
         """Start the rollout role, and the reward models if there are some; the actor has been started.
 
         Args:
@@ -107,6 +111,9 @@ class Setup:
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
+        prompts = Prompts(train, validation, self.material.tokenizer, self.material.stop_tokens)
+        if self.recorded is not None:
+            return RecordedSource(self.config, self.recorded, prompts, self.grader, self.journal.say)
         rollout = self.config.rollout
         is_repeated = rollout.engine != "native" or rollout.exact or rollout.max_staleness  # or by its schedule
         if episode is not single_turn and not is_repeated:
@@ -121,7 +128,7 @@ class Setup:
         return RolloutSource(
             self.config,
             Mailbox(rollouts, schedule),
-            Prompts(train, validation, self.material.tokenizer, self.material.stop_tokens),
+            prompts,
             Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
             Watch(self.journal.say, times),
@@ -159,7 +166,7 @@ class Recipe(abc.ABC):
         return (self.actor,)
 
     @property
-    def sampling(self) -> RolloutSource | None:
+    def sampling(self) -> Batches | None:
         """What samples, if anything does: it has the initial weights before the first step."""
         return None
 
@@ -210,12 +217,12 @@ class RolloutRecipe(Recipe):
     """A recipe that learns from scored rollouts, held near a reference."""
 
     actor: Actor[Any]
-    source: RolloutSource
+    source: Batches
     reference: Reference
     kl: KLController
 
     @property
-    def sampling(self) -> RolloutSource:
+    def sampling(self) -> Batches:
         """What samples."""
         return self.source
 
@@ -259,9 +266,8 @@ class RolloutRecipe(Recipe):
     def go_on(self, step: int, state: Mapping[str, Any]) -> None:
         """See `Recipe.go_on`."""
         super().go_on(step, state)
-        if "done" in state:
-            self.source.done = PromptsDone.read(state["done"])
-        self.source.mailbox.schedule.go_on(step, state["version"], self.source.done)
+        done = PromptsDone.read(state["done"]) if "done" in state else self.source.done
+        self.source.go_on(step, state["version"], done)
 
     async def close(self) -> None:
         """See `Recipe.close`."""

@@ -25,6 +25,7 @@ from rallypoint.run.agreement import Agreement
 from rallypoint.run.comparison import digests_of
 from rallypoint.run.metrics_log import STEP
 from rallypoint.sampling.group import AbandonedError
+from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import merge
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Steps:
             assert isinstance(actor, Actor), "rollouts are sampled from a policy"
             await actor.publish(source)
             if self.endpoint is not None:
+                assert isinstance(source, RolloutSource), "nobody is served by a record"
                 await self.endpoint.open(self.setup.material, source.mailbox, actor.is_published)
         counts = {} if first else self.setup.material.counts()
         metrics = {**counts, TIME_PREFIX + START: time.monotonic() - self.began_s}

@@ -254,9 +254,11 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         counted: dict[str, Metric] = {"num_tokens": Sum(num_tokens)}
         weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
         if weighed and not isinstance(self._loss, DistillationLoss):  # a teacher asks for no advantages
-            num_learned = sum(int(rows_that_learn(p.advantages, p.loss_mask, p.offsets).sum()) for p in weighed)
-            num_weighed = sum(map(len, weighed))
+            learns = [rows_that_learn(p.advantages, p.loss_mask, p.offsets) for p in weighed]
+            num_learned, num_weighed = sum(int(rows.sum()) for rows in learns), sum(map(len, weighed))
             counted["without_signal"] = Mean(num_weighed - num_learned, num_weighed)
+            idle = sum(int(p.loss_mask[~rows[p.row_of_token]].sum()) for p, rows in zip(weighed, learns, strict=True))
+            counted["num_tokens_without_signal"] = Sum(idle)
         if isinstance(self._loss, ActorLoss) and batches.parts:
             for name in ("loss", "policy_loss"):
                 found = metrics.get(name, Mean(0.0, 0.0))

@@ -20,6 +20,7 @@ from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, TIME, measurements
+from rallypoint.run.waste import Account, account
 
 VALIDATION, REWARD = "validation/score", "reward/mean"
 REWARD_FAILED, REWARD_SCORED = "reward/failed", "reward/num_scored"
@@ -166,6 +167,8 @@ class Summary:
     """Seconds by phase, summed over the steps."""
     num_tokens_sampled: int = 0
     num_tokens_trained: int = 0
+    account: Account | None = None
+    """What the run has cost, and what of it was for nothing; None if nothing was measured."""
     step_s: float = math.nan
     """Median of the seconds that a step took, without start-up, validation and checkpoints; NaN without steps."""
     curve: Path | None = None
@@ -203,7 +206,8 @@ class Summary:
             watched: scalars that a person wants to see of this run, with short names.
             text_of: says what a token looks like.
         """
-        records, shown = measurements(read_journal(journal)), f"validation/{self.validated}"
+        entries, shown = list(read_journal(journal)), f"validation/{self.validated}"
+        records = measurements(entries)
         return dataclasses.replace(
             self,
             num_steps=int(max((record[STEP] for record in records), default=0)),
@@ -213,6 +217,7 @@ class Summary:
             phases=top_level(_totals(records, TIME_PREFIX)),
             num_tokens_sampled=int(_total(records, TOKENS_SAMPLED)),
             num_tokens_trained=int(_total(records, TOKENS_TRAINED)),
+            account=account(entries),
             step_s=_step_s(records),
             memory_gib=_memory(records, predicted_memory_gib or {}),
             agreement=Agreement.of(records, text_of),

@@ -145,6 +145,7 @@ class EpisodeClient:
             prompt=self.prompt_index,
             sample=self._sample,
             num_turns=len(self._calls.turns),
+            num_tokens=sum(len(turn.response) for turn in self._calls.turns),
             **dataclasses.asdict(found),
         )
 

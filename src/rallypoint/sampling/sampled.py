@@ -10,14 +10,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rallypoint.algorithms import OverlongPenalty
+from rallypoint.config import RunConfig
 from rallypoint.data import Example, special_ids
 from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
 from rallypoint.environments.scoring import Scored
+from rallypoint.roles.publishing import Subscriber
 from rallypoint.run.step_rollouts import StepRollouts
+from rallypoint.sampling.groups import PromptsDone
 from rallypoint.types import Maximum, Mean, Metric, Metrics, RolloutBatch, ScoredBatch, Sum, Trajectory, merge
 
 _MOST_TURNS = 8
@@ -64,6 +69,60 @@ class Sampled:
         )
 
 
+class Batches(Subscriber, Protocol):
+    """Where a recipe's scored rollouts come from: prompts that are sampled, or the record of an earlier run."""
+
+    newest: StepRollouts | None
+    """Rollouts of the newest batch."""
+    validated: StepRollouts | None
+    """Rollouts of the newest validation."""
+
+    @property
+    def done(self) -> PromptsDone:
+        """The prompts that have gone into batches: all that a checkpoint needs."""
+        ...
+
+    @property
+    def num_admitted(self) -> int:
+        """Number of prompts that have gone into batches."""
+        ...
+
+    @num_admitted.setter
+    def num_admitted(self, num_prompts: int, /) -> None: ...
+
+    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
+        """Go on after a step, with weights of a version."""
+        ...
+
+    def examples_of(self, batch: RolloutBatch) -> list[int]:
+        """Return the number of the example that each row answers."""
+        ...
+
+    async def next_batch(self) -> Sampled:
+        """Return the scored rollouts of the next step."""
+        ...
+
+    async def validate(self) -> Sampled | None:
+        """Return those of the validation prompts; None if there are none."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        ...
+
+    def hurry(self) -> None:
+        """Wait only some seconds for what may take long, as the run is ending."""
+        ...
+
+
+def penalty_of(config: RunConfig) -> OverlongPenalty | None:
+    """Return the penalty for overlong responses; None without reward.overlong."""
+    if config.reward.overlong is None:
+        return None
+    max_tokens, buffer = config.overlong
+    return OverlongPenalty(max_tokens=max_tokens, buffer=buffer, factor=config.reward.overlong.factor)
+
+
 def shown_tokens(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[int]) -> torch.Tensor:
     """Return by token id whether a text shows it, or a response ends with it: neither special tokens nor unused ids."""
     ids = list(tokenizer.get_vocab().values())
@@ -91,6 +150,7 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
     if batch.sampled_logprobs is not None:
         gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
         narrowed["rollout/narrowing"] = Mean(float(gain.double().sum()), num_tokens)
+    unscored = [failure.row for failure in scored.failures]
     branching = {} if batch.sequence_starts is None else {"rollout/sequences": _mean_of(batch.num_sequences)}
     return Metrics(
         {
@@ -99,6 +159,7 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
             "reward/mean": Mean(float(scores.sum()), len(scores)),
             "reward/std": Mean(float(scores.std(correction=0)) * len(scores), len(scores)),
             "rollout/failed": Sum(num_failed),
+            "rollout/unscored_tokens": Sum(int(_response_lengths(batch)[unscored].sum())),
             "rollout/num_tokens": Sum(num_tokens),
             "rollout/response_length": Mean(num_tokens, num_rows),
             "rollout/response_length_max": Maximum(float(_response_lengths(batch).max())),

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
 from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
@@ -36,7 +35,7 @@ from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.sampled import Sampled, measure, measure_episodes, measure_sources, shown_tokens
+from rallypoint.sampling.sampled import Sampled, measure, measure_episodes, measure_sources, penalty_of, shown_tokens
 from rallypoint.types import Last, Mean, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
@@ -87,8 +86,8 @@ class RolloutSource:
         """Groups that were dropped, and that no step has counted yet."""
         self._is_complete = asyncio.Event()
         """Set when another group is complete."""
-        self._penalty, self._has_episode = _penalty_of(config), episode is not single_turn
-        self._stream = _stream_of(config, prompts.train)
+        self._penalty, self._has_episode = penalty_of(config), episode is not single_turn
+        self._stream = stream_of(config, prompts.train)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
         self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._num_loads = 0
@@ -121,6 +120,11 @@ class RolloutSource:
             drops_ahead=self._drops_ahead,
             done=done,
         )
+
+    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
+        """Go on after a step, with weights of a version."""
+        self.done = done
+        self.mailbox.schedule.go_on(step, version, done)
 
     @property
     def num_admitted(self) -> int:
@@ -375,15 +379,7 @@ class RolloutSource:
         await self._in_flight.close()
 
 
-def _penalty_of(config: RunConfig) -> OverlongPenalty | None:
-    """Return the penalty for overlong responses; None without reward.overlong."""
-    if config.reward.overlong is None:
-        return None
-    max_tokens, buffer = config.overlong
-    return OverlongPenalty(max_tokens=max_tokens, buffer=buffer, factor=config.reward.overlong.factor)
-
-
-def _stream_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:
+def stream_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:
     """Return the order of the prompts: of one set, of several with weights, or as they come.
 
     Raises:

@@ -111,6 +111,7 @@ class Timekeeper:
             sample=failure.sample,
             validation=validation,
             num_turns=failure.num_turns,
+            num_tokens=failure.num_tokens,
             why=failure.kind,
             reason=failure.reason,
         )

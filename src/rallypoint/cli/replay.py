@@ -1,0 +1,111 @@
+"""`rally replay`: a recorded step computed again, as it was, or with something changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rallypoint.cli.runs import run_of
+from rallypoint.display.text import clean, shorten
+from rallypoint.observability.numbers import counted
+
+if TYPE_CHECKING:
+    from rallypoint.recipes.replay import Computed, Replay
+
+_LEARNED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
+_MOST_ROWS, _MOST_TOKENS = 5, 3
+"""Rollouts and tokens that are shown: those that differ most."""
+_TEXT_CELLS = 40
+Say = Callable[[str], None]
+
+
+def print_replay(run: str, step: int, changes: Sequence[str], *, full: bool) -> bool:
+    """Compute a step again and print whether everything is equal, or what the changes make different.
+
+    Returns:
+        Whether the step is what it was.
+    """
+    from rallypoint.recipes.replay import Replay  # only now torch
+
+    console, replay = Console(highlight=False), Replay.of(run_of(run), step)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    since = f"the checkpoint of step {replay.first}" if replay.first else "the initial weights"
+    say(f"step {step} again, from {since} and recorded rollouts")
+    before = replay.compute()
+    is_equal = _say_equal(say, replay, before)
+    if changes:
+        rescored = any(one.startswith("reward") for one in changes)
+        _say_changed(say, before, replay.compute(changes, is_rescored=rescored), changes, full=full)
+    return is_equal
+
+
+def _say_equal(say: Say, replay: Replay, found: Computed) -> bool:
+    first = found.comparison.first
+    parts = ", ".join((*found.done.digests, "loss", "gradient norm", *(["weights"] if replay.has_weights else [])))
+    if first is None:
+        without = "" if replay.has_weights else "; weights are not compared: the run has no checkpoint of the step"
+        say(f"equal: {parts}{without}")
+        return True
+    say(f"different: step {first.step}, {first.what}")
+    for line in found.comparison.where or (f"{first.of_a}  |  {first.of_b}",):
+        say(f"  {line}")
+    return False
+
+
+def _say_changed(say: Say, before: Computed, after: Computed, changes: Sequence[str], *, full: bool) -> None:
+    """Say which numbers of the step, rollouts and tokens would have been others."""
+    say(f"with {' '.join(changes)}:")
+    for name in _LEARNED:
+        old, new = before.done.metrics.get(name), after.done.metrics.get(name)
+        if old is not None and new is not None:
+            say(f"  {name}: {old:.6g}" + (f" -> {new:.6g}" if old != new else ", the same"))
+    found = sorted(_effects(before, after), key=lambda one: -one[0])
+    differ = [lines for size, lines in found if size > 0]
+    say(f"  {len(differ)} of {counted(len(found), 'rollout')} differ")
+    for lines in differ if full else differ[:_MOST_ROWS]:
+        for line in lines:
+            say(f"  {line}")
+    if not full and len(differ) > _MOST_ROWS:
+        say(f"  ... {len(differ) - _MOST_ROWS} more (--full)")
+
+
+def _effects(before: Computed, after: Computed) -> Iterator[tuple[float, list[str]]]:
+    """Yield for each rollout how much differs, and the lines that say it.
+
+    What the actor learned of a token is its advantage; what that did, its logprob by the weights after the step.
+    """
+    for place, (old, new) in enumerate(zip(before.rows, after.rows, strict=True)):
+        name = f"prompt {clean(old['name'])} ({old['prompt_index']}), sample {old['sample_index']}"
+        size, said = 0.0, [f"{name}: {shorten(clean(old['response']), _TEXT_CELLS)!r}"]
+        if old["score"] != new["score"]:
+            size += _gap(old["score"], new["score"])
+            said.append(f"  score {_number(old['score'])} -> {_number(new['score'])}")
+        tokens = list[tuple[float, str]]()
+        pairs = zip(before.logprobs[place], after.logprobs[place], strict=True) if before.logprobs else ()
+        for token, (was, now) in enumerate(pairs):
+            if not old["loss_mask"][token]:
+                continue
+            one, other = (None if row["advantages"] is None else row["advantages"][token] for row in (old, new))
+            gap = abs(was - now) + (_gap(one, other) if one != other else 0.0)
+            line = f"  token {token} (id {old['response_ids'][token]}): advantage {_number(one)} -> {_number(other)}"
+            tokens.append((gap, f"{line}, logprob after the step {was:.4f} -> {now:.4f}"))
+        tokens.sort(key=lambda pair: -pair[0])
+        size += sum(gap for gap, _ in tokens)
+        said += [line for gap, line in tokens[:_MOST_TOKENS] if gap > 0]
+        yield size, said
+
+
+def _gap(old: float | None, new: float | None) -> float:
+    """Return how far two numbers are apart; 1 if only one is there."""
+    gap = 1.0 if old is None or new is None else abs(old - new)
+    return gap if math.isfinite(gap) else 1.0
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
