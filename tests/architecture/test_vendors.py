@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
 VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm(?!ask)|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
 """Not the system call rt_sigprocmask."""
-RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code")
+RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code", "search")
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
     "cluster/ray_process.py": "names of variables of the environment that go to the workers of a joined cluster",

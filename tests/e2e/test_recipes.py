@@ -11,7 +11,7 @@ from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import SandboxError
 from rallypoint.run import read_metrics
 
-MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B")
+MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
 TINY = (
     "cluster={device: cpu, runtime: inline, pools: {main: [1]}}",
     "data.max_prompt_tokens=8",
@@ -25,6 +25,8 @@ TINY = (
 """Sizes and machine alone: model, data, columns, reward and algorithm are the recipe's."""
 LUCKY = ("reward.overlong.buffer_tokens=1", "rollout.max_response_tokens=1", "rollout.group_size=16")
 """An answer of one token of twenty is right now and then, so that groups of different scores are found."""
+TOOLS = ("model.tokenizer.chat_template=tools.jinja", "rollout.episode.system=null", "rollout.max_response_tokens=8")
+"""A template with a place for tools, and prompts of digits alone."""
 OF_RECIPE = {
     "gsm8k-grpo": (),
     "gsm8k-ppo": ("critic.num_mini_batches=2",),
@@ -32,7 +34,17 @@ OF_RECIPE = {
     "math-lora": LUCKY,
     "math-opd": (),
     "code": ("actor.num_mini_batches=1", "reward.num_processes=1"),
+    "tool-math": (*LUCKY, *TOOLS),
+    "search": TOOLS,
 }
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -53,6 +65,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ],
         "HuggingFaceH4/aime_2024/train": [{"problem": one, "answer": one} for one in texts],
         "HuggingFaceH4/MATH-500/test": [{"problem": one, "answer": one} for one in texts],
+        "PeterJinGo/nq_hotpotqa_train/train": [{"question": one, "golden_answers": [one, "7"]} for one in texts],
+        "PeterJinGo/nq_hotpotqa_train/test": [{"question": one, "golden_answers": [one, "7"]} for one in texts],
         "agentica-org/DeepCoder-Preview-Dataset/taco/train": [{"problem": one, "tests": tests} for one in texts],
     }
     for name, rows in sets.items():
@@ -62,13 +76,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, name in enumerate(MODELS):
         (tmp_path / "Qwen").mkdir(exist_ok=True)
         make_tiny_model(tmp_path / "Qwen" / name, architecture="qwen3", seed=seed, initializer_range=0.05)
+    (tmp_path / "tools.jinja").write_text(TEMPLATE)
+    (tmp_path / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"1"\n1 2 3'}) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("recipe", OF_RECIPE)
 def test_the_twin_of_a_recipe_trains_and_is_validated(recipe: str, hub: Path):
-    if recipe == "code":
+    if recipe in ("code", "tool-math"):
         try:
             open_sandbox()
         except SandboxError as error:

@@ -37,6 +37,7 @@ table(
     ("42" * 10_000, "42", 0),
 )
 table("exact", ("YES", "yes", 1), ("Straße", "STRASSE", 1), ("no", "yes", 0), ignore_case=True)
+table("exact", ("The U.S.!", "us", 1), ("a half-life", ["no", "Halflife"], 1), ("an us", "as", 0), normalize=True)
 table(
     "exact",
     ("so <answer> 42 </answer>.", "42", 1),

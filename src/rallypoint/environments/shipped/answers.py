@@ -6,6 +6,7 @@ Invariant: a response without an answer that can be read is wrong, and is never 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable
 from decimal import Decimal, DecimalException
 from typing import Any
@@ -44,6 +45,7 @@ def exact(
     *,
     tag: str | None = None,
     ignore_case: bool = False,
+    normalize: bool = False,
 ) -> float:
     """Compare the whole response with the truth, or with any of a list of them; white space at the ends is ignored.
 
@@ -54,12 +56,22 @@ def exact(
         extra_info: ignored.
         tag: compares what the last `<tag>...</tag>` holds instead; without one the response is wrong.
         ignore_case: whether "Yes" is "yes".
+        normalize: compares as SQuAD does: without case, punctuation, and the articles a, an and the.
     """
-    found = solution_str.strip() if tag is None else tagged(solution_str, tag)
-    truths = [str(one).strip() for one in (ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth])]
-    if found is None:
-        return 0.0
-    return float(found.casefold() in [one.casefold() for one in truths] if ignore_case else found in truths)
+    found = solution_str if tag is None else tagged(solution_str, tag)
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    read = _words if normalize else str.casefold if ignore_case else str
+    return float(found is not None and read(found.strip()) in [read(str(one).strip()) for one in truths])
+
+
+def _words(text: str) -> str:
+    """Return the words of an answer.
+
+    >>> _words("The U.S. and a  Half-Life!")
+    'us and halflife'
+    """
+    kept = "".join(one for one in text.casefold() if one not in string.punctuation)
+    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
 
 
 def gsm8k(
