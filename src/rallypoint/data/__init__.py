@@ -6,7 +6,7 @@ Importing this package imports neither torch nor transformers nor pyarrow; they 
 that needs them.
 """
 
-from rallypoint.data.answers import read_answer
+from rallypoint.data.answers import AnswerReader, read_answer
 from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
 from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
 from rallypoint.data.dialogue import ChatMessage, Dialogue, chat_text
@@ -23,6 +23,7 @@ from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_token
 from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
 __all__ = [
+    "AnswerReader",
     "ChatMessage",
     "Conversation",
     "Conversations",

@@ -97,6 +97,17 @@ def format_of(template: str) -> ToolFormat:
     return tagged
 
 
+def beginnings(form: ToolFormat, *, has_tools: bool) -> tuple[str, ...]:
+    """Return the texts from one of which on an answer in a format may be something else than its content."""
+    if form is harmony:
+        return ("",)  # what comes before a header is not said
+    if not has_tools:
+        return ()
+    if form is llama:
+        return "{", "<|python_tag|>"
+    return ("[TOOL_CALLS]",) if form is mistral else ("<tool_call>",)
+
+
 def types_of(tools: Sequence[Mapping[str, object]]) -> dict[tuple[str, str], frozenset[str]]:
     """Return the types of all parameters of OpenAI's function schemas.
 

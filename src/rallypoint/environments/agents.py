@@ -29,8 +29,6 @@ from rallypoint.errors import EnvironmentFailedError, UserCodeError, first_line
 from rallypoint.user_code import UserFunction, format_user_traceback, own_signature, split, written_signature
 
 _EXPECTED = "expected a function of (base_url, api_key, example), async or not"
-_LOCATION = ("OPENAI_BASE_URL", "OPENAI_API_KEY")
-
 
 Agent: TypeAlias = Callable[[str, str, Example], object]
 """Makes one rollout over HTTP; what it returns, or what that comes to, is an episode's result."""
@@ -112,7 +110,8 @@ class AgentTask(Task[AgentCall, Returned | AgentFailed]):
         """See `Task.answer`; the environment names the session, too, as some programs read it there."""
         del wants
         (call,) = calls
-        os.environ.update(zip(_LOCATION, (call.base_url, call.api_key), strict=True))
+        os.environ.update(OPENAI_BASE_URL=call.base_url, OPENAI_API_KEY=call.api_key)
+        os.environ.update(ANTHROPIC_BASE_URL=call.base_url.removesuffix("/v1"), ANTHROPIC_API_KEY=call.api_key)
         value = function(call.base_url, call.api_key, call.example)
         value = unwrapped(wait(value) if inspect.isawaitable(value) else value)
         try:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from rallypoint.data import ChatMessage, Dialogue, Message, read_answer
+from rallypoint.data import AnswerReader, ChatMessage, Dialogue, Message
 from rallypoint.data.files import found
 from rallypoint.data.tool_formats import calls_of
 from rallypoint.errors import EpisodeError, ModelError
@@ -65,15 +65,19 @@ class Chat:
 
     def answered(self, asked: Dialogue, response: Sequence[int]) -> dict[str, object]:
         """Add what was sampled, and return what it says."""
-        message = read_answer(
-            self._tokenizer,
-            response,
-            stop_tokens=self._stop_tokens,
-            tools=asked.tools,
-            num_calls=asked.num_calls,
-        )
-        self._dialogues.insert(0, asked.answered(response, message))
+        message, _ = self.reader(asked).finish(response)
+        self.keep(asked, response, message)
         return message
+
+    def reader(self, asked: Dialogue) -> AnswerReader:
+        """Return what reads the answer to a dialogue."""
+        return AnswerReader(
+            self._tokenizer, stop_tokens=self._stop_tokens, tools=asked.tools, num_calls=asked.num_calls
+        )
+
+    def keep(self, asked: Dialogue, response: Sequence[int], message: ChatMessage) -> None:
+        """Add what was sampled, and what its reader was shown of it."""
+        self._dialogues.insert(0, asked.answered(response, message))
 
     def _whole(self, messages: Sequence[ChatMessage], tools: tuple[ChatMessage, ...]) -> Dialogue:
         """Continue the longest dialogue with which the messages begin, or begin another one."""

@@ -6,7 +6,7 @@ Must not know: what samples are for; prompts, rewards, training.
 from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
-from rallypoint.generation.offline import as_turn, generate, stream
+from rallypoint.generation.offline import as_turn, generate, outputs_of, stream
 from rallypoint.generation.protocol import (
     FinishReason,
     GenerationEngine,
@@ -31,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "as_turn",
     "generate",
+    "outputs_of",
     "penalise",
     "rollout_keys",
     "sample",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
@@ -78,9 +79,32 @@ def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
         version=min(output.version for output in outputs),
-        spans=tuple((output.version, len(output.tokens)) for output in outputs) if _is_mixed(outputs) else (),
+        spans=_spans(outputs) if _is_mixed(outputs) else (),
         truncated=outputs[-1].finish_reason != "stop",
     )
+
+
+def _spans(outputs: Sequence[Output]) -> tuple[tuple[int, int], ...]:
+    """Return the versions of a response in turn, each with its number of tokens."""
+    grouped = itertools.groupby(outputs, key=lambda output: output.version)
+    return tuple((version, sum(len(output.tokens) for output in own)) for version, own in grouped)
+
+
+def outputs_of(turn: Turn) -> list[Output]:
+    """Return a turn as outputs, one for each version; the last one ends it."""
+    spans = turn.spans or ((turn.version, len(turn.response)),)
+    ends = [*itertools.accumulate(length for _, length in spans)]
+    return [
+        Output(
+            request_id=0,
+            tokens=turn.response[end - length : end],
+            logprobs=turn.logprobs[end - length : end],
+            sampled_logprobs=turn.sampled_logprobs[end - length : end],
+            version=version,
+            finish_reason=None if end < ends[-1] else "length" if turn.truncated else "stop",
+        )
+        for (version, length), end in zip(spans, ends, strict=True)
+    ]
 
 
 def _is_mixed(outputs: Sequence[Output]) -> bool:

@@ -158,6 +158,15 @@ class Output:
     prompt_logprobs: PromptLogprobs | None = None
     """In the last output of a request that asked for them and did not fail."""
 
+    def without(self, num: int) -> Output:
+        """Return it without its first tokens."""
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[num:],
+            logprobs=self.logprobs[num:],
+            sampled_logprobs=self.sampled_logprobs[num:],
+        )
+
 
 class GenerationEngine(Protocol):
     """Continues token ids. All methods but `submit` and `cancel` are for one thread."""

@@ -19,6 +19,7 @@ from rallypoint.environments.agents import AgentCall, AgentTask, Returned
 from rallypoint.environments.client import Client
 from rallypoint.environments.pool import Pool
 from rallypoint.errors import ConfigError, DiskError, GenerationError, RewardError, RowFullError, UserCodeError
+from rallypoint.generation import Output
 from rallypoint.prepare.material import Material
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
@@ -130,7 +131,8 @@ def _call(
     max_tokens: int | None,
     stop: Sequence[str],
     temperature: float | None,
+    deliver: Callable[[Output], None] | None,
 ) -> Future[Turn]:
     """Have the run's own loop sample for a session; see `Caller`."""
-    sampling = client.answer(tokens, said, max_tokens=max_tokens, stop=stop, temperature=temperature)
+    sampling = client.answer(tokens, said, max_tokens=max_tokens, stop=stop, temperature=temperature, deliver=deliver)
     return asyncio.run_coroutine_threadsafe(sampling, loop)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ from rallypoint.environments.episodes import called
 from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
-from rallypoint.generation import Request, SamplingParams, as_turn
+from rallypoint.generation import Output, Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
@@ -209,11 +209,15 @@ class EpisodeClient:
         max_tokens: int | None,
         stop: Sequence[str],
         temperature: float | None,
+        deliver: Callable[[Output], None] | None = None,
     ) -> Turn:
-        """Do as `call` does, of whose tokens it is known which messages are new; see `Turn.said`."""
+        """Do as `call` does, of whose tokens it is known which messages are new; see `Turn.said`.
+
+        `deliver` is called with each output as it comes, and must not raise.
+        """
         self._has_calls = True
         ids, params = self._as_ids("call", tokens), self._params_of("call", max_tokens, stop, temperature)
-        return await self._ask(self._begin(ids), params, said)
+        return await self._ask(self._begin(ids), params, said, deliver)
 
     async def chat(
         self,
@@ -241,16 +245,22 @@ class EpisodeClient:
             raise EpisodeError(f"{self}: the client was asked after the end of the episode, or after its deadline")
         return self._calls.begin(tokens, parent=parent, number=number)
 
-    async def _ask(self, call: Call, params: SamplingParams, said: tuple[tuple[str, str], ...] = ()) -> Turn:
+    async def _ask(
+        self,
+        call: Call,
+        params: SamplingParams,
+        said: tuple[tuple[str, str], ...] = (),
+        deliver: Callable[[Output], None] | None = None,
+    ) -> Turn:
         """Have a call sampled."""
         time, task = self.own_time, asyncio.current_task()
         assert time is not None, "`_begin` has looked"
         assert task is not None, "an episode is one"
-        request = self._request(call, params)
+        request = dataclasses.replace(self._request(call, params), streamed=deliver is not None)
         self._asking.add(task)
         try:
             with time.paused():
-                outputs = await self._terms.mailbox.sample(request, self._rank)
+                outputs = await self._terms.mailbox.sample(request, self._rank, deliver=deliver)
         except GenerationError as error:
             self._engine_errors.append(error)
             raise

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -33,8 +34,8 @@ from rallypoint.roles.rank_engine import SliceRequest, failed_output
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.replay import Schedule
 
-RequestClass: TypeAlias = Literal["training", "session", "person"]
-"""Who asks: an episode of a step, an agent's session, or a person at the endpoint, who has a second engine."""
+RequestClass: TypeAlias = Literal["training", "person"]
+"""Who asks: a rollout, from an episode or over an agent's session, or a person at the endpoint, on an engine apart."""
 
 _GRACE_S = 10.0
 """Seconds that ranks may take to drop cancelled requests."""
@@ -108,6 +109,8 @@ class KeptRequest:
     deliver: Callable[[Output], None] | None = None
     """Called with each output as it comes, and must not raise; None if only the whole response is wanted."""
     outputs: list[Output] = dataclasses.field(default_factory=list[Output])
+    told: tuple[int, ...] = ()
+    """Tokens that were delivered before their rank was lost, and are sampled again."""
 
     def receive(self, output: Output) -> None:
         """Take an output in."""
@@ -115,7 +118,19 @@ class KeptRequest:
         if output.finish_reason is not None and not self.ended.done():
             self.ended.set_result(None)
         if self.deliver is not None:
-            self.deliver(output)
+            num = min(len(self.told), len(output.tokens))
+            self.told = self.told[num:]
+            self.deliver(output.without(num))
+
+    def begin_again(self) -> None:
+        """Forget what a lost rank has sampled, but not what was delivered of it."""
+        if self.deliver is not None:
+            self.told = (*(token for output in self.outputs for token in output.tokens), *self.told)
+        self.outputs.clear()
+
+    def repeats(self, output: Output) -> bool:
+        """Whether an output has the tokens that were delivered before; with newer weights it may have others."""
+        return all(map(operator.eq, self.told, output.tokens))
 
 
 class RequestQueue:
@@ -189,10 +204,10 @@ class RequestQueue:
         self._new[rank].clear()
         self._cancelled[rank].clear()
         for kept in [one for one in self._open.values() if one.rank == rank]:
-            if kept.deliver is not None and kept.outputs:
+            if kept.kind == "person" and kept.outputs:
                 self.fail(kept.number, GenerationError(f"rank {rank} that sampled this response was lost; ask again"))
                 continue
-            kept.outputs.clear()
+            kept.begin_again()
             self._new[rank].append(kept.number)
         self._cancelled[rank].clear()
 
@@ -209,6 +224,10 @@ class RequestQueue:
         for output in outputs:
             kept = self._open.get(output.request_id)
             if kept is None:
+                continue
+            if not kept.repeats(output):
+                lost = f"rank {kept.rank} that sampled this response was lost, and newer weights differ; ask again"
+                self.fail(kept.number, GenerationError(lost))
                 continue
             if output.finish_reason is not None:
                 del self._open[output.request_id]
@@ -256,7 +275,9 @@ class Mailbox:
         """Return the rank that samples the prompt at a place in its batch; neighbouring prompts share a rank."""
         return (self.role.num_ranks * (place + 1) - 1) // num_prompts
 
-    async def sample(self, request: Request, rank: int | None = None, kind: RequestClass = "training") -> list[Output]:
+    async def sample(
+        self, request: Request, rank: int | None = None, deliver: Callable[[Output], None] | None = None
+    ) -> list[Output]:
         """Sample one response and return its outputs; the last one has the finish reason.
 
         Requests that are submitted in the same pass of the event loop are sampled together.
@@ -264,13 +285,13 @@ class Mailbox:
         Args:
             request: what to sample.
             rank: the rank that samples it; None for the one with the fewest requests.
-            kind: who asks: training or a session.
+            deliver: see `KeptRequest`.
 
         Raises:
             GenerationError: the engine failed on this request.
             WorkerError: a rank failed, and all requests with it.
         """
-        kept = self._requests.submit(next(self._numbers), request, kind, rank=rank)
+        kept = self._requests.submit(next(self._numbers), request, "training", rank=rank, deliver=deliver)
         self.schedule.wake()
         self._begin_calls(kept.rank)
         try:

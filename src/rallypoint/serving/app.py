@@ -21,7 +21,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, GenerationError, RallyError
+from rallypoint.serving import anthropic_messages
+from rallypoint.serving.anthropic_messages import MessagesRequest
 from rallypoint.serving.handlers import Model, SamplingRoute, respond
+from rallypoint.serving.openai_responses import ResponsesRequest
 from rallypoint.serving.requests import ChatRequest, CompletionRequest, GenerateRequest
 from rallypoint.serving.responses import JSON, error_body, status_of
 
@@ -48,13 +51,19 @@ class Access:
             if name in self.hosts:
                 return None
             return EndpointError(403, f"without keys, calls are taken under {', '.join(self.hosts)} only")
-        kind, _, key = headers.get("authorization", "").partition(" ")
+        key = key_of(headers)
         # Every key is compared, so that the time that it takes tells nothing.
-        is_known = sum(hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.keys) > 0
-        if path in ("/", "/health") or (kind.lower() == "bearer" and is_known):
+        is_known = sum(hmac.compare_digest(key.encode(), known.encode()) for known in self.keys) > 0
+        if path in ("/", "/health") or is_known:
             return None
         message = "expected the header 'Authorization: Bearer KEY' with a key that this server was started with"
         return EndpointError(401, message, code="invalid_api_key")
+
+
+def key_of(headers: Headers) -> str:
+    """Return the key that a caller has, as clients of OpenAI or of Anthropic send it; empty without one."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 class Guard:
@@ -66,7 +75,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a call on, or refuse it."""
         refusal = self._access.refusal(Headers(scope=scope), scope["path"])
-        await (self._app if refusal is None else _refused(refusal))(scope, receive, send)
+        await (self._app if refusal is None else _refused(refusal, scope["path"]))(scope, receive, send)
 
 
 def make_app(model: Model, access: Access) -> Starlette:
@@ -115,6 +124,8 @@ def make_app(model: Model, access: Access) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
+            Route("/v1/responses", SamplingRoute(model, ResponsesRequest, *limits), methods=["POST"]),
+            Route("/v1/messages", SamplingRoute(model, MessagesRequest, *limits), methods=["POST"]),
             Route("/v1/completions", SamplingRoute(model, CompletionRequest, *limits), methods=["POST"]),
             Route("/inference/v1/generate", SamplingRoute(model, GenerateRequest, *limits), methods=["POST"]),
         ],
@@ -130,7 +141,7 @@ def with_errors(routes: Sequence[BaseRoute], middleware: Sequence[Middleware] = 
     return app
 
 
-def _refused(error: RallyError) -> Response:
+def _refused(error: RallyError, path: str) -> Response:
     status = status_of(error)
     headers = {
         401: {"www-authenticate": "Bearer"},
@@ -140,13 +151,13 @@ def _refused(error: RallyError) -> Response:
     if isinstance(error, GenerationError):
         # OpenAI's client sends again what was answered with 500, also what the engine cannot bear.
         headers = {"x-should-retry": "false"}
-    return respond(error_body(error), status, headers)
+    write = anthropic_messages.error_body if path.endswith("/v1/messages") else error_body
+    return respond(write(error), status, headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, RallyError), "it is registered for these"
-    return _refused(error)
+    return _refused(error, request.url.path)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -155,11 +166,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         ends_wrong = request.url.path.endswith("/")
         message += "; ask without the slash at the end" if ends_wrong else "; GET / says what there is"
-    return _refused(EndpointError(error.status_code, message))
+    return _refused(EndpointError(error.status_code, message), request.url.path)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer; the server prints the traceback."""
-    del request
     message = f"{type(error).__name__} in the server, whose own output says more"
-    return _refused(EndpointError(500, message))
+    return _refused(EndpointError(500, message), request.url.path)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import ChatMessage, chat_text, decoder, read_answer
+from rallypoint.data import AnswerReader, ChatMessage, chat_text, decoder
 from rallypoint.errors import EndpointError, ModelError
 
 TokenIds: TypeAlias = tuple[int, ...]
+ResultT = TypeVar("ResultT")
 
 _SLACK = 16
 """Factor by which a text may exceed the characters of that many longest tokens: some tokenizers drop spaces, or take a
@@ -71,12 +72,10 @@ class Codec:
         self._check_length(len(text), max_tokens, "prompt")
         return await self._run(lambda: tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
-    def read_answer(
-        self, stop_tokens: Sequence[int], tools: Sequence[ChatMessage], num_calls: int
-    ) -> Callable[[Sequence[int]], Mapping[str, object]]:
-        """Return what makes a message of an answer to a conversation that has tools and so many calls."""
-        return lambda tokens: read_answer(
-            self._tokenizer, tokens, stop_tokens=stop_tokens, tools=tools, num_calls=num_calls
+    async def reader(self, stop_tokens: Sequence[int], tools: Sequence[ChatMessage], num_calls: int) -> AnswerReader:
+        """Return what reads an answer to a conversation that has tools and so many calls."""
+        return await self._run(
+            lambda: AnswerReader(self._tokenizer, stop_tokens=stop_tokens, tools=tools, num_calls=num_calls)
         )
 
     def token_text(self, token: int) -> str:
@@ -93,5 +92,5 @@ class Codec:
                 code="context_length_exceeded",
             )
 
-    async def _run(self, encode: Callable[[], TokenIds]) -> TokenIds:
+    async def _run(self, encode: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)

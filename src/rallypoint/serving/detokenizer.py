@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rallypoint.data import AnswerReader
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.serving.responses import Delta
 
@@ -83,7 +84,13 @@ class StopText:
         self._strings = strings
         self._longest = max(map(len, strings), default=0)
         self._withheld = ""
-        self.has_ended = False
+        self.ended_by: str | None = None
+        """The string that has ended it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a string has."""
+        return self.ended_by is not None
 
     def push(self, text: str, *, is_early: bool = False) -> str:
         """Return what certainly belongs to the answer; early text completes no stop string."""
@@ -92,10 +99,11 @@ class StopText:
         num_before, text = len(self._withheld), self._withheld + text
         # What was withheld has no string that counts in it, so each ends later.
         starts = [(string, max(0, num_before - len(string) + 1)) for string in self._strings]
-        places = [place for string, start in starts if (place := text.find(string, start)) >= 0]
+        places = [(place, string) for string, start in starts if (place := text.find(string, start)) >= 0]
         if places and not is_early:
-            self.has_ended, self._withheld = True, ""
-            return text[: min(places)]
+            place, self.ended_by = min(places)
+            self._withheld = ""
+            return text[:place]
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         num_withheld = next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._strings)), 0)
         self._withheld = text[len(text) - num_withheld :]
@@ -115,7 +123,7 @@ class Choice:
         index: int,
         params: SamplingParams,
         decode: Callable[[Sequence[int]], str],
-        read: Callable[[Sequence[int]], Mapping[str, object]] | None = None,
+        reader: AnswerReader | None = None,
     ) -> None:
         """Begin without tokens.
 
@@ -123,13 +131,14 @@ class Choice:
             index: the choice's place in the answer.
             params: those that it is sampled with.
             decode: turns tokens into text.
-            read: makes a message of a whole answer, which is withheld until then; None: its text is shown as it comes.
+            reader: tells reasoning and calls of tools from the text; None: all of it is shown.
         """
-        self._read, self._tokens = read, list[int]()
         self.index = index
-        self.num_tokens = 0
-        self._detokenizer, self._text = Detokenizer(decode), StopText(params.stop_strings)
-        self._strings = params.stop_strings
+        self.tokens: tuple[int, ...] = ()
+        """Ids of all tokens so far."""
+        self._reader, self._has_reasoned = reader, False
+        self._detokenizer = Detokenizer(decode if reader is None else reader.decode)
+        self._text, self._shown = StopText(params.stop_strings), ""
         self._stop_tokens, self._min_tokens = frozenset(params.stop_tokens), params.min_new_tokens
 
     def add(self, outputs: Iterable[Output]) -> Delta:
@@ -137,35 +146,45 @@ class Choice:
         outputs = tuple(outputs)
         tokens = tuple(token for output in outputs for token in output.tokens)
         # A string that is complete before the last token of the minimum does not count.
-        num_early = max(0, self._min_tokens - 1 - self.num_tokens)
-        self.num_tokens += len(tokens)
+        num_early = max(0, self._min_tokens - 1 - len(self.tokens))
+        self.tokens += tokens
         reason = outputs[-1].finish_reason
         ends_by_token = reason == "stop" and bool(tokens) and tokens[-1] in self._stop_tokens
         shown = tokens[:-1] if ends_by_token else tokens
-        text = self._text.push(self._detokenizer.push(shown[:num_early]), is_early=True)
-        text += self._text.push(self._detokenizer.push(shown[num_early:]))
-        if reason is not None:
-            text += self._text.push(self._detokenizer.finish()) + self._text.finish()
+        text = self._text.push(self._content_of(self._detokenizer.push(shown[:num_early])), is_early=True)
+        text += self._text.push(self._content_of(self._detokenizer.push(shown[num_early:])))
         message = None
-        if self._read is not None:
-            self._tokens += tokens
-            message, text = self._whole() if reason is not None else (None, "")
+        if reason is not None:
+            rest = self._content_of(self._detokenizer.finish())
+            if self._reader is not None:
+                message, more = self._reader.finish(self.tokens)
+                rest += more
+            text += self._text.push(rest) + self._text.finish()
+        self._shown += text
+        if message is not None:  # as it was shown: a client sends back what it has read
+            message["content"] = self._shown
         return Delta(
             index=self.index,
             text=text,
+            reasoning=self._new_reasoning(message),
             message=message,
             tokens=tokens,
             logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
             sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
+            version=outputs[-1].version,
             versions=tuple(output.version for output in outputs for _ in output.tokens),
             finish_reason=None if reason is None else "length" if reason == "length" else "stop",
+            stop_string=self._text.ended_by,
             prompt_logprobs=outputs[-1].prompt_logprobs,
         )
 
-    def _whole(self) -> tuple[Mapping[str, object], str]:
-        """Return the message of the whole answer, and its text up to the first stop string."""
-        assert self._read is not None, "it was asked for"
-        message = self._read(self._tokens)
-        shown = StopText(self._strings)
-        text = shown.push(str(message["content"]))
-        return message, text + shown.finish()
+    def _content_of(self, text: str) -> str:
+        return text if self._reader is None else self._reader.push(text)
+
+    def _new_reasoning(self, message: Mapping[str, object] | None) -> str:
+        """Return the reasoning if it has become known."""
+        if self._reader is None or self._has_reasoned:
+            return ""
+        reasoning = str((message or {}).get("reasoning") or self._reader.reasoning or "")
+        self._has_reasoned = bool(reasoning)
+        return reasoning

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Generic, Literal, Protocol
@@ -18,11 +17,14 @@ from starlette.requests import Request as Call
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rallypoint.data import AnswerReader
 from rallypoint.errors import EndpointError, RallyError
 from rallypoint.generation import Output, Request, SamplingParams
+from rallypoint.serving.anthropic_messages import MessagesRequest, MessagesWriter
 from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.codec import Codec, TokenIds
 from rallypoint.serving.detokenizer import Choice
+from rallypoint.serving.openai_responses import ResponsesRequest, ResponsesWriter
 from rallypoint.serving.requests import (
     ChatRequest,
     ClientRequest,
@@ -31,7 +33,7 @@ from rallypoint.serving.requests import (
     RequestT,
     read_request,
 )
-from rallypoint.serving.responses import JSON, Shape, error_body
+from rallypoint.serving.responses import JSON, ChunkWriter, Delta, Shape, Writer, dump
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,6 +44,8 @@ STREAM_HEADERS = [
 
 _KINDS: Mapping[type[ClientRequest], Literal["chat", "text", "tokens"]] = {
     ChatRequest: "chat",
+    ResponsesRequest: "chat",
+    MessagesRequest: "chat",
     CompletionRequest: "text",
     GenerateRequest: "tokens",
 }
@@ -104,14 +108,14 @@ class SamplingRoute(Generic[RequestT]):
 
     async def _answer(self, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
         shape, requests = await self._plan(asked)
-        codec, read = self._model.codec, None
-        if isinstance(asked, ChatRequest) and asked.schemas:
-            num_calls = sum(len(message.tool_calls) for message in asked.messages)
-            read = codec.read_answer(self._model.stop_tokens, asked.schemas, num_calls)
-        choices = [Choice(index, request.params, codec.decode, read) for index, request in enumerate(requests)]
+        writer = writer_of(asked, shape)
+        choices = [
+            Choice(index, request.params, self._model.codec.decode, await self._reader(asked))
+            for index, request in enumerate(requests)
+        ]
         with self._model.bridge.ask(requests) as outputs:
             if asked.stream:
-                await _stream(send, shape, choices, outputs)
+                await stream(send, writer, _deltas(choices, outputs))
                 return
             collected: list[list[Output]] = [[] for _ in choices]
             async for batch in outputs:
@@ -119,8 +123,15 @@ class SamplingRoute(Generic[RequestT]):
                     collected[index].append(output)
         deltas = [choice.add(own) for choice, own in zip(choices, collected, strict=True)]
         # What is said of a long prompt takes a while to write, and others wait for this loop.
-        answer = await asyncio.to_thread(lambda: respond(shape.whole(deltas)))
+        answer = await asyncio.to_thread(lambda: respond(writer.whole(deltas)))
         await answer(scope, receive, send)
+
+    async def _reader(self, asked: RequestT) -> AnswerReader | None:
+        """Return what reads an answer, if it may have calls of tools."""
+        if not isinstance(asked, ChatRequest) or not asked.schemas:
+            return None
+        num_calls = sum(len(message.tool_calls) for message in asked.messages)
+        return await self._model.codec.reader(self._model.stop_tokens, asked.schemas, num_calls)
 
     async def _plan(self, asked: RequestT) -> tuple[Shape, list[Request]]:
         """Return the shape of the answer, and a request for each choice."""
@@ -177,7 +188,7 @@ class SamplingRoute(Generic[RequestT]):
 
 def respond(body: JSON, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with a JSON body."""
-    return Response(_dump(body), status, headers, media_type="application/json")
+    return Response(dump(body), status, headers, media_type="application/json")
 
 
 async def read_body(call: Call, max_bytes: int, timeout_s: float) -> bytes:
@@ -270,40 +281,32 @@ def _limit(asked: ClientRequest, num_prompt_tokens: int, max_request_tokens: int
     return wanted
 
 
-async def _stream(
-    send: Send, shape: Shape, choices: Sequence[Choice], outputs: AsyncIterator[list[tuple[int, Output]]]
-) -> None:
-    """Send outputs as events while they arrive; an error is the last one."""
+async def _deltas(
+    choices: Sequence[Choice], outputs: AsyncIterator[list[tuple[int, Output]]]
+) -> AsyncIterator[list[Delta]]:
+    """Yield what becomes known of choices while outputs arrive."""
+    async for batch in outputs:
+        by_choice: dict[int, list[Output]] = {}
+        for index, output in batch:
+            by_choice.setdefault(index, []).append(output)
+        yield [choices[index].add(own) for index, own in by_choice.items()]
+
+
+def writer_of(asked: ClientRequest, shape: Shape) -> Writer:
+    """Return what writes the answer to a request."""
+    if isinstance(asked, ResponsesRequest):
+        return ResponsesWriter(asked, shape)
+    return MessagesWriter(shape) if isinstance(asked, MessagesRequest) else ChunkWriter(shape)
+
+
+async def stream(send: Send, writer: Writer, deltas: AsyncIterator[Sequence[Delta]]) -> None:
+    """Send what is new as events while it arrives; an error is the last one."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-    has_begun: set[int] = set()
-    version = 0
     try:
-        async for batch in outputs:
-            events: list[bytes] = []
-            by_choice: dict[int, list[Output]] = {}
-            for index, output in batch:
-                by_choice.setdefault(index, []).append(output)
-            for index, own in by_choice.items():
-                delta, version = choices[index].add(own), own[-1].version
-                shows = delta.text or delta.finish_reason or shape.has_token_ids or shape.has_logprobs
-                if shows or index not in has_begun:
-                    events.append(event(shape.chunk(delta, version, is_first=index not in has_begun)))
-                    has_begun.add(index)
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        if shape.has_usage:
-            usage = event(shape.last_chunk(sum(choice.num_tokens for choice in choices), version))
-            await send({"type": "http.response.body", "body": usage, "more_body": True})
-        last = b"data: [DONE]\n\n"
+        async for batch in deltas:
+            events = b"".join(event for delta in batch for event in writer.events(delta))
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        last = b"".join(writer.end())
     except RallyError as error:
-        last = event(error_body(error))
+        last = writer.failed(error)
     await send({"type": "http.response.body", "body": last})
-
-
-def event(body: JSON) -> bytes:
-    """Return a body as an event of a stream."""
-    return b"data: " + _dump(body) + b"\n\n"
-
-
-def _dump(body: JSON) -> bytes:
-    # What a client sent may hold half a surrogate pair, and an error may quote it.
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, TypeVar, cast
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
@@ -24,6 +24,7 @@ IGNORED = frozenset(
 """Fields that do not affect the tokens, only when they are sampled, or what is reused for it."""
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "background": (False,),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -35,6 +36,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
@@ -46,10 +48,13 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
 
 
+def without_nulls(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return some fields without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _without_nulls(fields: object) -> object:
-    if isinstance(fields, Mapping):
-        return {name: value for name, value in fields.items() if value is not None}
-    return fields
+    return without_nulls(cast("Mapping[str, object]", fields)) if isinstance(fields, Mapping) else fields
 
 
 class StreamOptions(BaseModel):
@@ -187,6 +192,9 @@ class ClientRequest(BaseModel, abc.ABC):
 
     _nulls = model_validator(mode="before")(_without_nulls)
 
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """Fields -> their names in the body, where these are others."""
+
     @classmethod
     def flat(cls, body: dict[str, object]) -> dict[str, object]:
         """Return a body with all its fields side by side."""
@@ -230,7 +238,9 @@ class ChatRequest(ClientRequest):
     @property
     def schemas(self) -> list[dict[str, object]]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else [tool.model_dump() for tool in self.tools]
+        # Nothing is said of `strict` in the prompt: it is for a server, which holds a model to its schemas.
+        hidden = {"function": {"strict"}}
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude=hidden) for tool in self.tools]
 
     @property
     def limit(self) -> int | None:
@@ -300,10 +310,10 @@ class GenerateRequest(ClientRequest):
         if inner is None:
             return body
         if not isinstance(inner, dict):
-            raise _refused({"sampling_params": f"sampling_params: expected an object, found {type(inner).__name__}"})
+            raise refused({"sampling_params": f"sampling_params: expected an object, found {type(inner).__name__}"})
         outer = {name: value for name, value in body.items() if name != "sampling_params"}
         if twice := sorted(outer.keys() & inner.keys()):
-            raise _refused({name: f"{name}: expected in the body or in sampling_params, not in both" for name in twice})
+            raise refused({name: f"{name}: expected in the body or in sampling_params, not in both" for name in twice})
         return {**outer, **inner}
 
     @property
@@ -335,13 +345,14 @@ def read_request(kind: type[RequestT], body: bytes) -> RequestT:
     try:
         asked = kind.model_validate(kind.flat(fields))
     except ValidationError as error:
-        raise _refused(_problems(kind, error.errors(include_url=False, include_input=False))) from None
+        raise refused(_problems(kind, error.errors(include_url=False, include_input=False))) from None
     if problems := _unsupported(asked):
-        raise _refused(problems)
+        raise refused(problems)
     return asked
 
 
-def _refused(problems: Mapping[str, str]) -> EndpointError:
+def refused(problems: Mapping[str, str]) -> EndpointError:
+    """Return the error that says what is wrong, by field."""
     return EndpointError(400, "; ".join(problems.values()), param=next(iter(problems)))
 
 
@@ -355,7 +366,7 @@ def _problems(kind: type[ClientRequest], errors: list[ErrorDetails]) -> dict[str
             place, expected = place[: place.index("content") + 1], Message.model_fields["content"].description
         elif expected:
             place = place[:1]
-        name = ".".join(place)
+        name = ".".join((kind.NAMES.get(place[0], place[0]), *place[1:]))
         message = error["msg"][0].lower() + error["msg"][1:].removeprefix("Input ")
         if error["type"] == "extra_forbidden":
             message = "is not supported"
@@ -368,7 +379,8 @@ def _unsupported(asked: ClientRequest) -> dict[str, str]:
     for name, value in (asked.model_extra or {}).items():
         if name in IGNORED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
             continue
-        problems[name] = f"{name} is not supported" if name in NEUTRAL else f"{name} is no field of this endpoint"
+        said = asked.NAMES.get(name, name)
+        problems[said] = f"{said} is not supported" if name in NEUTRAL else f"{said} is no field of this endpoint"
     if 0 < asked.temperature < MIN_TEMPERATURE:
         problems["temperature"] = f"temperature: expected 0 (greedy) or at least {MIN_TEMPERATURE}"
     if asked.num_alternatives:

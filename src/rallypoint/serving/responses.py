@@ -1,6 +1,6 @@
 """The bodies of responses in OpenAI's chat and completions API, and in vLLM's of token ids, whole or in chunks.
 
-Owns: the shape of every body. Must not know: HTTP, engines, how text is cut off tokens.
+Owns: the shape of every body, and of the events of a stream. Must not know: HTTP, engines, how text is cut off tokens.
 
 Additions to OpenAI's format: with `return_token_ids`, the `token_ids` and `versions` of every choice, one entry per
 token, and the prompt's ids; with logprobs, `sampled_logprobs`. Of vLLM's format is `prompt_logprobs`.
@@ -9,10 +9,11 @@ token, and the prompt's ids; with logprobs, `sampled_logprobs`. Of vLLM's format
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from rallypoint.errors import BusyError, EndpointError, RallyError, RequestError
 from rallypoint.generation import PromptLogprobs
@@ -34,10 +35,52 @@ class Delta:
     """Logprobs of the model as trained; one per token, as are the next two."""
     sampled_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    version: int
+    """Version of the weights when it came."""
     finish_reason: Literal["stop", "length"] | None
+    stop_string: str | None = None
+    """The string that has ended the text; None if none has."""
     prompt_logprobs: PromptLogprobs | None = None
     message: Mapping[str, object] | None = None
-    """What a whole answer says, if it is read for calls of tools; then the text comes with it, at the end."""
+    """What the whole answer says, with its calls of tools, at the end of one that is read for them."""
+    reasoning: str = ""
+    """All of its reasoning, once that is known."""
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Calls of tools, at the end."""
+        calls = cast("Sequence[Mapping[str, str]]", (self.message or {}).get("tool_calls") or ())
+        functions = [cast("Mapping[str, str]", call["function"]) for call in calls]
+        return [ToolCall(call["id"], f["name"], f["arguments"]) for call, f in zip(calls, functions, strict=True)]
+
+
+class ToolCall(NamedTuple):
+    """A call in an answer."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class Writer(Protocol):
+    """Writes one answer: whole, or as the events of a stream."""
+
+    def whole(self, deltas: Sequence[Delta]) -> JSON:
+        """Return the body of an answer that is not streamed, from the whole of each choice."""
+        ...
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        """Yield the events that say what is new of a choice."""
+        ...
+
+    def end(self) -> Iterator[bytes]:
+        """Yield the last events, when all choices have ended."""
+        ...
+
+    def failed(self, error: RallyError) -> bytes:
+        """Return the event that says why there will be no more."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +156,7 @@ class Shape:
             role: dict[str, JSON] = {"role": "assistant"} if is_first else {}
             choice["delta" if is_chunk else "message"] = role | _said(delta, is_chunk=is_chunk)
         choice["logprobs"] = self._logprobs(delta) if self.has_logprobs else None
-        calls = delta.finish_reason == "stop" and (delta.message or {}).get("tool_calls")
+        calls = delta.finish_reason == "stop" and delta.calls
         choice["finish_reason"] = "tool_calls" if calls else delta.finish_reason
         if (num := self.num_prompt_logprobs) is not None:
             choice["prompt_logprobs"] = [None, *(_place(said, num) for said in delta.prompt_logprobs or ())]
@@ -124,26 +167,79 @@ class Shape:
         return choice
 
     def _logprobs(self, delta: Delta) -> JSON:
-        texts = [f"token_id:{token}" if self.kind == "tokens" else self.token_text(token) for token in delta.tokens]
         logprobs = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.logprobs]
         sampled = [max(logprob, _LOWEST_LOGPROB) for logprob in delta.sampled_logprobs]
         if self.kind == "text":
+            texts = [self.token_text(token) for token in delta.tokens]
             return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "sampled_logprobs": sampled}
-        content = [
-            {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
+        return {"content": self.logprobs(delta), "sampled_logprobs": sampled}
+
+    def logprobs(self, delta: Delta) -> list[JSON]:
+        """Return what is said of each token."""
+        texts = [f"token_id:{token}" if self.kind == "tokens" else self.token_text(token) for token in delta.tokens]
+        return [
+            {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": _bytes(text), "top_logprobs": []}
+            for text, logprob in zip(texts, delta.logprobs, strict=True)
         ]
-        return {"content": content, "sampled_logprobs": sampled}
+
+
+class ChunkWriter:
+    """Writes the chunks of OpenAI's chat and completions API; see `Writer`."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Begin without choices."""
+        self._shape = shape
+        self._has_begun: set[int] = set()
+        self._num_tokens, self._version = 0, 0
+
+    def whole(self, deltas: Sequence[Delta]) -> JSON:
+        """See `Writer`."""
+        return self._shape.whole(deltas)
+
+    def events(self, delta: Delta) -> Iterator[bytes]:
+        """See `Writer`."""
+        self._num_tokens += len(delta.tokens)
+        self._version = delta.version
+        is_first = delta.index not in self._has_begun
+        says = delta.text or delta.reasoning or delta.finish_reason
+        if says or is_first or self._shape.has_token_ids or self._shape.has_logprobs:
+            self._has_begun.add(delta.index)
+            yield event(self._shape.chunk(delta, delta.version, is_first=is_first))
+
+    def end(self) -> Iterator[bytes]:
+        """See `Writer`."""
+        if self._shape.has_usage:
+            yield event(self._shape.last_chunk(self._num_tokens, self._version))
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: RallyError) -> bytes:
+        """See `Writer`."""
+        return event(error_body(error))
+
+
+def event(body: JSON, name: str | None = None) -> bytes:
+    """Return a body as an event of a stream."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + dump(body) + b"\n\n"
+
+
+def dump(body: JSON) -> bytes:
+    """Return a body as bytes."""
+    # What a client sent may hold half a surrogate pair, and an error may quote it.
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
 
 
 def _said(delta: Delta, *, is_chunk: bool) -> dict[str, JSON]:
-    message = cast("Mapping[str, JSON]", delta.message or {})
     said: dict[str, JSON] = {"content": delta.text}
-    if reasoning := message.get("reasoning"):
-        said["reasoning"] = reasoning
-    if calls := cast("Sequence[Mapping[str, JSON]]", message.get("tool_calls")):
-        listed = [{"index": at, **call} for at, call in enumerate(calls)] if is_chunk else calls
-        said |= {"content": delta.text or None, "tool_calls": listed}
+    if delta.reasoning:
+        said["reasoning"] = delta.reasoning
+    if delta.calls:
+        calls: list[JSON] = []
+        for at, call in enumerate(delta.calls):
+            place: dict[str, JSON] = {"index": at} if is_chunk else {}
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({**place, "id": call.id, "type": "function", "function": function})
+        said |= {"content": delta.text or None, "tool_calls": calls}
     return said
 
 
@@ -179,17 +275,20 @@ def status_of(error: RallyError) -> int:
 
 def error_body(error: RallyError) -> JSON:
     """Return what a client is told about an error."""
+    return {"error": error_fields(error)}
+
+
+def error_fields(error: RallyError) -> dict[str, JSON]:
+    """Return it without its envelope."""
     known = error if isinstance(error, EndpointError) else None
     status = status_of(error)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {
-        "error": {
-            "message": str(error),
-            "type": kind,
-            "param": known.param if known else None,
-            "code": known.code if known else None,
-        }
+        "message": str(error),
+        "type": kind,
+        "param": known.param if known else None,
+        "code": known.code if known else None,
     }
 
 

@@ -17,7 +17,7 @@ import hashlib
 import hmac
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -32,9 +32,12 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.data import Dialogue, Message
 from rallypoint.environments.chat import Chat, said_in
 from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullError
-from rallypoint.generation import SamplingParams
-from rallypoint.serving.app import with_errors
-from rallypoint.serving.handlers import STREAM_HEADERS, event, read_body, respond, while_connected
+from rallypoint.generation import Output, SamplingParams, outputs_of
+from rallypoint.serving.anthropic_messages import MessagesRequest
+from rallypoint.serving.app import key_of, with_errors
+from rallypoint.serving.detokenizer import Choice
+from rallypoint.serving.handlers import read_body, respond, stream, while_connected, writer_of
+from rallypoint.serving.openai_responses import ResponsesRequest
 from rallypoint.serving.requests import ChatRequest, ClientRequest, GenerateRequest, RequestT, read_request
 from rallypoint.serving.responses import JSON, Delta, Shape
 from rallypoint.types import Turn
@@ -57,8 +60,12 @@ class Caller(Protocol):
         max_tokens: int | None,
         stop: Sequence[str],
         temperature: float | None,
+        deliver: Callable[[Output], None] | None,
     ) -> Future[Turn]:
-        """Have a response sampled, see `EpisodeClient.answer`; cancelling what is returned gives it up."""
+        """Have a response sampled, see `EpisodeClient.answer`; cancelling what is returned gives it up.
+
+        With `deliver` its outputs are passed on as they come, the last one before the turn is there, from any thread.
+        """
         ...
 
 
@@ -92,6 +99,11 @@ class Session:
         self.failure: RallyError | None = None
         """Why the newest call failed; None after one that did not."""
         self.num_running = 0
+
+    def failed(self, error: RallyError) -> RallyError:
+        """Keep why a call failed."""
+        self.failure = error
+        return error
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -178,99 +190,125 @@ class SessionRoute(Generic[RequestT]):
     async def _answer(self, session: Session, asked: RequestT, scope: Scope, receive: Receive, send: Send) -> None:
         with session.calling():
             try:
-                dialogue, turn = await self._sampled(session, asked)
-                session.failure = None
+                dialogue = await self._dialogue(session, asked)
             except RallyError as error:
-                session.failure = error
-                raise _refusal(error) from error
-        message: dict[str, object] = {}
-        if dialogue is not None:
-            message = await self._encoded(session.chat.answered, dialogue, turn.response)
-            # As it is kept, too: what the client has read is what it will send.
-            message["content"] = _until(str(message["content"] or ""), asked.stop_strings)
-        served = self._sessions.served
-        written = _Written(asked, session.params, served, dialogue, turn, message)
-        if not asked.stream:
-            await respond(written.whole())(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        body = b"".join([*map(event, written.events()), b"data: [DONE]\n\n"])
-        await send({"type": "http.response.body", "body": body})
+                raise _refusal(session.failed(error)) from error
+            tokens = dialogue.tokens if dialogue is not None else tuple(cast("GenerateRequest", asked).token_ids)
+            writer = writer_of(asked, self._shape(asked, tokens, is_chat=dialogue is not None))
+            async with contextlib.aclosing(self._deltas(session, asked, tokens, dialogue)) as deltas:
+                first = await anext(deltas)  # a call that is refused has a status
+                if asked.stream:
+                    await stream(send, writer, _again(first, deltas))
+                    return
+            (whole,) = first
+        await respond(writer.whole([whole]))(scope, receive, send)
 
-    async def _sampled(self, session: Session, asked: RequestT) -> tuple[Dialogue | None, Turn]:
-        dialogue = None
-        if isinstance(asked, ChatRequest):
-            if asked.chat_template_kwargs:
-                message = "chat_template_kwargs: a run's prompts have those of data.template; leave it out"
-                raise EndpointError(400, message, param="chat_template_kwargs")
-            messages = [one.as_template_takes() for one in asked.messages]
-            asked_of = functools.partial(session.chat.asked, is_whole=True)
-            dialogue = await self._encoded(asked_of, messages, asked.schemas)
-        tokens = dialogue.tokens if dialogue is not None else cast("GenerateRequest", asked).token_ids
-        temperature = asked.temperature if "temperature" in asked.model_fields_set else None
-        said = said_in(dialogue) if dialogue is not None else ()
-        sampled = session.call(tokens, said, max_tokens=asked.limit, stop=asked.stop_strings, temperature=temperature)
+    async def _dialogue(self, session: Session, asked: RequestT) -> Dialogue | None:
+        """Return what messages make; None for token ids."""
+        if not isinstance(asked, ChatRequest):
+            return None
+        if asked.chat_template_kwargs:
+            message = "chat_template_kwargs: a run's prompts have those of data.template; leave it out"
+            raise EndpointError(400, message, param="chat_template_kwargs")
+        messages = [one.as_template_takes() for one in asked.messages]
+        return await self._encoded(functools.partial(session.chat.asked, is_whole=True), messages, asked.schemas)
+
+    async def _deltas(
+        self, session: Session, asked: RequestT, tokens: tuple[int, ...], dialogue: Dialogue | None
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yield what becomes known of an answer while it is sampled: at its end only if nobody reads a stream.
+
+        Raises:
+            RallyError: what the client is to be told.
+        """
+        served, params = self._sessions.served, dataclasses.replace(session.params, stop_strings=asked.stop_strings)
+        reader = None if dialogue is None else await self._encoded(session.chat.reader, dialogue)
+        choice = Choice(0, params, lambda ids: str(served.tokenizer.decode(list(ids))), reader)
+        arrived = _Arrived(asyncio.get_running_loop())
+        sampled = session.call(
+            tokens,
+            said_in(dialogue) if dialogue is not None else (),
+            max_tokens=asked.limit,
+            stop=asked.stop_strings,
+            temperature=asked.temperature if "temperature" in asked.model_fields_set else None,
+            deliver=arrived.deliver if asked.stream else None,
+        )
+        sampled.add_done_callback(lambda _: arrived.deliver(None))
         try:
-            return dialogue, await asyncio.wrap_future(sampled)
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # the client has gone
-            raise EndpointError(410, _ENDED, code="session_ended") from None
+            last: Sequence[Output] = ()
+            async for outputs in arrived.read():
+                if outputs[-1].finish_reason is not None:
+                    last = outputs
+                else:
+                    yield [choice.add(outputs)]
+            turn = await _turn_of(sampled)
+            session.failure = None
+        except RallyError as error:
+            raise _refusal(session.failed(error)) from error
+        finally:
+            sampled.cancel()
+        delta = choice.add(last or outputs_of(turn))
+        if dialogue is not None:
+            assert delta.message is not None, "it has ended"
+            await self._encoded(session.chat.keep, dialogue, turn.response, delta.message)
+        yield [delta]
+
+    def _shape(self, asked: RequestT, tokens: tuple[int, ...], *, is_chat: bool) -> Shape:
+        served = self._sessions.served
+        return Shape(
+            kind="chat" if is_chat else "tokens",
+            model=served.name,
+            prompts=(tokens,),
+            num_samples=1,
+            has_logprobs=asked.wants_logprobs,
+            has_token_ids=asked.return_token_ids,
+            has_usage=asked.stream_options.include_usage,
+            token_text=lambda token: str(served.tokenizer.decode([token])),
+        )
 
     async def _encoded(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
         """Have the thread of the tokenizer do some work."""
         return await asyncio.get_running_loop().run_in_executor(self._sessions.thread, work, *arguments)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
-    """The answer to a call, whole or in events."""
+async def _again(first: list[Delta], others: AsyncIterator[list[Delta]]) -> AsyncIterator[list[Delta]]:
+    """Yield what was taken out of an iterator, and the rest of that."""
+    yield first
+    async for batch in others:
+        yield batch
 
-    asked: ClientRequest
-    params: SamplingParams
-    served: Served
-    dialogue: Dialogue | None
-    turn: Turn
-    message: Mapping[str, object]
 
-    @property
-    def _shape(self) -> Shape:
-        prompt = self.dialogue.tokens if self.dialogue is not None else cast("GenerateRequest", self.asked).token_ids
-        return Shape(
-            kind="tokens" if self.dialogue is None else "chat",
-            model=self.served.name,
-            prompts=(tuple(prompt),),
-            num_samples=1,
-            has_logprobs=self.asked.wants_logprobs,
-            has_token_ids=self.asked.return_token_ids,
-            has_usage=self.asked.stream_options.include_usage,
-            token_text=lambda token: str(self.served.tokenizer.decode([token])),
-        )
+class _Arrived:
+    """Outputs on their way to the event loop, from any thread."""
 
-    @property
-    def _delta(self) -> Delta:
-        turn = self.turn
-        spans = turn.spans or ((turn.version, len(turn.response)),)
-        return Delta(
-            index=0,
-            text=str(self.message.get("content", "")),
-            message=self.message,
-            tokens=turn.response,
-            logprobs=turn.logprobs,
-            sampled_logprobs=turn.sampled_logprobs,
-            versions=tuple(version for version, length in spans for _ in range(length)),
-            finish_reason="length" if turn.truncated else "stop",
-        )
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outputs: asyncio.Queue[Output | None] = asyncio.Queue()
 
-    def whole(self) -> JSON:
-        """Return the body of the answer."""
-        return self._shape.whole([self._delta])
+    def deliver(self, output: Output | None) -> None:
+        """Take an output; None: there will be no more."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
-    def events(self) -> list[JSON]:
-        """Return it as the bodies of a stream: there is one answer by now, and the count of its tokens."""
-        shape, delta = self._shape, self._delta
-        usage = [shape.last_chunk(len(delta.tokens), self.turn.version)] if shape.has_usage else []
-        return [shape.chunk(delta, self.turn.version, is_first=True), *usage]
+    async def read(self) -> AsyncIterator[list[Output]]:
+        """Yield outputs as they come, those together that have come together."""
+        while (output := await self._outputs.get()) is not None:
+            batch = [output]
+            while not self._outputs.empty() and batch[-1].finish_reason is None:
+                if (output := self._outputs.get_nowait()) is None:
+                    yield batch
+                    return
+                batch.append(output)
+            yield batch
+
+
+async def _turn_of(sampled: Future[Turn]) -> Turn:
+    try:
+        return await asyncio.wrap_future(sampled)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise  # the client has gone
+        raise EndpointError(410, _ENDED, code="session_ended") from None
 
 
 def make_sessions_app(sessions: Sessions, *, max_body_bytes: int, patience_s: float = 60.0) -> Starlette:
@@ -293,6 +331,8 @@ def make_sessions_app(sessions: Sessions, *, max_body_bytes: int, patience_s: fl
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", SessionRoute(sessions, ChatRequest, *limits), methods=["POST"]),
+        Route("/v1/responses", SessionRoute(sessions, ResponsesRequest, *limits), methods=["POST"]),
+        Route("/v1/messages", SessionRoute(sessions, MessagesRequest, *limits), methods=["POST"]),
         Route("/inference/v1/generate", SessionRoute(sessions, GenerateRequest, *limits), methods=["POST"]),
     ]
     return with_errors([Mount("/sessions/{session}", routes=routes), *routes])
@@ -301,7 +341,7 @@ def make_sessions_app(sessions: Sessions, *, max_body_bytes: int, patience_s: fl
 def _session_of(sessions: Sessions, scope: Scope) -> Session:
     """Return the session that a path names, or else a key."""
     named = scope["path_params"].get("session")
-    return sessions.find(str(named or Headers(scope=scope).get("authorization", "").partition(" ")[2].strip()))
+    return sessions.find(str(named or key_of(Headers(scope=scope))))
 
 
 def _check_name(name: str | None, served: str) -> None:
@@ -343,12 +383,3 @@ def _refusal(error: RallyError) -> RallyError:
         return EndpointError(400, str(error), param="messages", code="context_length_exceeded")
     said = str(error).removeprefix("client.chat: ")
     return EndpointError(400, said, param="messages") if isinstance(error, EpisodeError) else error
-
-
-def _until(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of some strings.
-
-    >>> _until("one, two, three", ("three", "two"))
-    'one, '
-    """
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

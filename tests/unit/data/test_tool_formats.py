@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import FAMILIES, make_tool_tokenizer
 
-from rallypoint.data import read_answer
+from rallypoint.data import AnswerReader, read_answer
 from rallypoint.data.tool_formats import format_of, harmony, llama, mistral, tagged, types_of
 
 TOOLS = [
@@ -218,3 +218,32 @@ def test_an_answer_of_gpt_oss_has_its_channels():
         "content": "Four.",
         "reasoning": "So.",
     }
+
+
+ANSWERS = (
+    "Well.\n",
+    " ",
+    "<think>\nHm.\n</think>\n\nSo: ",
+    "a < b <tool",
+    "x { y",
+    '<tool_call>{"name": ',
+    "{",
+    "<th",
+    "",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_an_answer_that_is_read_while_it_comes_is_the_whole_one(family, has_tools):
+    tokenizer, stops = make_tool_tokenizer(family)
+    calls = [write(SPELLINGS["escaped"]) for _, write in WRITTEN.values()]
+    for text in [*ANSWERS, *(before + call for before in ANSWERS for call in calls), calls[0] + "then"]:
+        ids = [*tokenizer.encode(text, add_special_tokens=False), stops[0]]
+        tools = TOOLS if has_tools else []
+        reader = AnswerReader(tokenizer, stop_tokens=stops, tools=tools)
+        pieces = [reader.push(reader.decode([token])) for token in ids[:-1]]
+        message, rest = reader.finish(ids)
+        assert message == read_answer(tokenizer, ids, stop_tokens=stops, tools=tools)
+        assert "".join(pieces) + rest == message["content"], (text, pieces)
+        assert reader.reasoning in (None, message.get("reasoning"))

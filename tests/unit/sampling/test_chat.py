@@ -32,7 +32,7 @@ class Answers:
     def __init__(self, tokenizer, *texts: str) -> None:
         self._tokenizer, self._texts = tokenizer, list(texts)
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         tokens = tuple(self._tokenizer.encode(self._texts.pop(0), add_special_tokens=False))
         reason = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         zeros = (0.0,) * len(tokens)

@@ -40,7 +40,7 @@ class FakeMailbox:
         self._errors, self._seconds = list(errors), seconds
         self.num_cancelled = 0
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         self.asked.append(request)
         try:
             await asyncio.sleep(self._seconds)
@@ -443,7 +443,7 @@ class Cut(FakeMailbox):
         super().__init__()
         self._missing = missing
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         (whole,) = await super().sample(request, rank)
         num = request.params.max_new_tokens - self._missing
         many = {"tokens": (3,) * num, "logprobs": (-1.0,) * num, "sampled_logprobs": (-1.0,) * num}
@@ -516,7 +516,7 @@ def test_a_turn_that_sends_the_whole_conversation_again_is_told_what_to_send(sec
 
 def test_a_response_that_was_encoded_anew_is_recognised_as_sent_again():
     class SaysTwo(FakeMailbox):
-        async def sample(self, request, rank):
+        async def sample(self, request, rank, deliver=None):
             whole = await super().sample(request, rank)
             return [dataclasses.replace(whole[0], tokens=(1, 2), logprobs=(-1.0,) * 2, sampled_logprobs=(-1.0,) * 2)]
 

@@ -17,7 +17,7 @@ EXAMPLE = Example("rows.jsonl:3", data_source="rows", prompt=(), ability="", gro
 
 
 class Mailbox:
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         zeros = (0.0,)
         return [
             Output(request_id=0, tokens=(1,), logprobs=zeros, sampled_logprobs=zeros, version=0, finish_reason="stop")

@@ -222,3 +222,26 @@ def test_a_person_who_has_read_a_beginning_is_told_that_it_is_lost_and_others_ar
     assert ([number for number, _ in again.new], again.cancelled) == ([2], ())
     assert isinstance(heard[1][-1].error, GenerationError)
     assert heard[2] == []
+
+
+def test_what_was_read_of_a_response_is_not_delivered_again_after_its_rank_was_lost():
+    def output(number, *tokens, reason=None):
+        numbers = tuple(map(float, tokens))
+        own = {"tokens": tokens, "logprobs": numbers, "sampled_logprobs": numbers}
+        return Output(request_id=number, **own, version=0, finish_reason=reason)
+
+    async def main():
+        queue, delivered = RequestQueue(1), []
+        for number in (1, 2):
+            queue.submit(number, REQUEST, "training", deliver=delivered.append)
+        queue.receive([output(1, 5), output(1, 6), output(2, 5)])
+        queue.resend(0)
+        queue.receive([output(1, 5)])
+        queue.resend(0)  # before all of it was there again
+        queue.receive([output(1, 5, 6, 7, reason="stop"), output(2, 8)])
+        return delivered, queue.open
+
+    delivered, still_open = asyncio.run(main())
+    assert still_open == ()
+    assert [one.tokens for one in delivered if one.request_id == 1] == [(5,), (6,), (), (7,)]
+    assert "newer weights differ" in str(delivered[-1].error)

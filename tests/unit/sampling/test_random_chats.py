@@ -46,7 +46,7 @@ class Policy:
         text = self._random.choice(["", "It is 4.", "  So\n\n", "<think>\nhm\n</think>\n\n4", "<think>"])
         return text + self._random.choice(["", call, call * 2])
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         tokens = tuple(self.tokenizer.encode(self._say(), add_special_tokens=False))
         if self._random.random() < 0.2:
             tokens = tuple(self._random.choices(range(len(self.tokenizer)), k=self._random.randrange(1, 9)))

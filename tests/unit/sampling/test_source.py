@@ -53,7 +53,7 @@ class FakeMailbox:
     def rank_of(self, place, num_prompts):
         return place * 2 // num_prompts
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         self.asked.append((request.prompt_index, request.sample_index, rank, request))
         version = self.version
         await asyncio.sleep(self.random.random() * 0.01)
@@ -591,7 +591,7 @@ def test_groups_of_equal_scores_are_replaced_by_the_next_prompts_and_counted():
 class LongerThirds(FakeMailbox):
     """Says more to every third prompt."""
 
-    async def sample(self, request, rank):
+    async def sample(self, request, rank, deliver=None):
         (one,) = await super().sample(request, rank)
         if request.prompt_index % 3:
             return [one]

@@ -1,97 +1,15 @@
 """Sessions over real HTTP, with a sampler that says what a test wants: what a call continues, and what is refused."""
 
 import contextlib
+import itertools
 import json
 import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from chat_templates import QWEN3, make_chat_tokenizer
+from opened_sessions import AGAIN, MESSAGES, START, STOP, TOKENIZER, encoded, output_of, turn_of
 
-from rallypoint.data import Message
 from rallypoint.errors import EpisodeError, GenerationError, RowFullError
-from rallypoint.generation import SamplingParams
-from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
-from rallypoint.types import Turn
-
-TOKENIZER = make_chat_tokenizer(QWEN3)
-STOP = TOKENIZER.eos_token_id
-ASKED = (Message("system", "Be brief."), Message("user", "2+2?"))
-MESSAGES = [{"role": one.role, "content": one.content} for one in ASKED]
-START = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-AGAIN = {"role": "user", "content": "No."}
-
-
-def encoded(text):
-    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-class Sampler:
-    """Says texts one after another; keeps what it was asked."""
-
-    def __init__(self, *texts):
-        self.texts, self.asked, self.held = list(texts), [], None
-
-    def __call__(self, tokens, said, *, max_tokens, stop, temperature):
-        self.asked.append((tuple(tokens), max_tokens, tuple(stop), temperature))
-        future = Future()
-        if self.held is not None:
-            self.held.append(future)
-            return future
-        text = self.texts.pop(0)
-        if isinstance(text, Exception):
-            future.set_exception(text)
-        else:
-            future.set_result(turn_of(text))
-        return future
-
-
-def turn_of(text):
-    ids = encoded(text)
-    numbers = tuple(-0.5 - at for at in range(len(ids)))
-    is_cut = ids[-1] != STOP
-    return Turn(prompt=(), response=ids, logprobs=numbers, sampled_logprobs=numbers, version=4, truncated=is_cut)
-
-
-@pytest.fixture
-def opened():
-    """Return a function that opens a session with a sampler, on one server."""
-    served = Served(name="policy", tokenizer=TOKENIZER, stop_tokens=(STOP,), max_tokens=500)
-    sessions, listening = Sessions(served), bind("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    server = Server(
-        make_sessions_app(sessions, max_body_bytes=100_000), listening, grace_s=1, on_end=lambda: None, say=print
-    )
-    server.start()
-    params = SamplingParams(max_new_tokens=50, stop_tokens=(STOP,))
-    yield lambda *texts: Opened(sessions, params, port, Sampler(*texts))
-    server.stop(lambda: None)
-
-
-class Opened:
-    def __init__(self, sessions, params, port, sampler):
-        self.sessions, self.sampler, self.port = sessions, sampler, port
-        self.session = sessions.open(sampler, params, encoded(START), ASKED)
-
-    def post(self, body, path=None, key=None):
-        import http.client
-
-        path = f"/sessions/{self.session.key}/v1/chat/completions" if path is None else path
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with contextlib.closing(connection):
-            headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-            connection.request("POST", path, json.dumps(body), headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-    def chat(self, messages, **fields):
-        status, body = self.post({"messages": messages, **fields})
-        assert status == 200, body
-        return json.loads(body)
-
-    def refused(self, body, **more):
-        status, answer = self.post(body, **more)
-        return status, json.loads(answer)["error"]
 
 
 def test_the_prompts_own_messages_are_its_tokens_and_an_answer_is_never_encoded_again(opened):
@@ -142,6 +60,49 @@ def test_a_stream_has_the_ids_and_logprobs_of_the_whole_answer(opened):
     assert said == whole["logprobs"]["content"]
     assert choices[-1]["finish_reason"] == "stop"
     assert usage["usage"]["completion_tokens"] == len(whole["token_ids"])
+
+
+def test_text_is_sent_while_it_comes_and_a_client_that_goes_in_between_gives_its_call_up(opened):
+    import openai
+
+    one = opened()
+    one.sampler.held = []
+    turn = turn_of("<think>\nHm.\n</think>\n\nFour.<|im_end|>")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{one.port}/v1", api_key=one.session.key, max_retries=0)
+    with ThreadPoolExecutor(1) as thread:
+        begun = thread.submit(client.chat.completions.create, model="policy", messages=MESSAGES, stream=True)
+        while not one.sampler.held:
+            threading.Event().wait(0.01)
+        at = itertools.count()
+        for _ in turn.response[: -len("our.") - 1]:
+            one.sampler.deliver(output_of(turn, next(at)))
+        stream = begun.result()
+        told = [next(stream).choices[0].delta]
+        while not told[-1].content:
+            told.append(next(stream).choices[0].delta)
+        assert (told[-1].content, told[-1].model_extra["reasoning"]) == ("F", "Hm.")
+        one.sampler.deliver(output_of(turn, next(at)))
+        assert next(stream).choices[0].delta.content == "o"
+        stream.close()
+    while not one.sampler.held[0].cancelled():
+        threading.Event().wait(0.01)
+    assert one.session.failure is None
+
+
+def test_an_error_after_the_first_token_is_the_last_event(opened):
+    one = opened()
+    one.sampler.held = []
+    with ThreadPoolExecutor(1) as thread:
+        begun = thread.submit(one.post, {"messages": MESSAGES, "stream": True})
+        while not one.sampler.held:
+            threading.Event().wait(0.01)
+        one.sampler.deliver(output_of(turn_of("4<|im_end|>"), 0))
+        one.sampler.held[0].set_exception(GenerationError("the engine failed"))
+        status, streamed = begun.result()
+    first, last, end = streamed.decode().split("\n\n")
+    assert (status, end) == (200, "")
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["content"] == "4"
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine failed"
 
 
 def test_a_session_is_known_by_its_key_and_takes_token_ids_too(opened):
