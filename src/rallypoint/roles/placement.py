@@ -120,8 +120,8 @@ class WorkerSpec:
         return decoder(load_tokenizer(self.model_path, trust_remote_code=trust, for_chat=False, changes=changes))
 
     def stop_decoder(self) -> Callable[[Sequence[int]], str] | None:
-        """Return what turns tokens into the text that stop texts are looked for in; None if there are none."""
-        return self.decoder() if self.config.rollout.stop else None
+        """Return what turns tokens into the text that stop texts are looked for in; None if nobody gives any."""
+        return self.decoder() if self.config.rollout.stop or self.config.rollout.episode else None
 
     @contextlib.contextmanager
     def meeting(self, context: WorkerContext) -> Iterator[DeviceMesh]:

@@ -195,7 +195,7 @@ def _tools(tools: object) -> list[dict[str, object]]:
         if kind != "function":
             what = f"tools.{place}: expected type function, found {kind!r}, which runs at OpenAI; offer a function"
             raise refused({f"tools.{place}": what})
-        function = {name: value for name, value in without_nulls(tool).items() if name != "type"}
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         found.append({"type": "function", "function": function})
     return found
 
