@@ -131,20 +131,24 @@ def test_gsm8k_as_it_is_on_the_hub_trains_with_three_lines_for_its_columns(tmp_p
     assert [(row["reward/num_scored"], row["reward/failed"]) for row in found] == [(12, 0)]
 
 
-@pytest.fixture(scope="module")
-def games(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("games")
-    for file in (EXAMPLE.parent / "games").iterdir():
+def made(folder, example, *scripts):
+    """Return a folder with the files of an example, after its scripts were run there."""
+    for file in (EXAMPLE.parent / example).iterdir():
         if file.suffix in {".py", ".yaml"}:
             shutil.copy(file, folder)
-    for script in ("make_data.py", "make_model.py"):
+    for script in scripts:
         in_folder(folder, script)
     return folder
 
 
-def played(games, game, name, *keys):
-    rally(games, "train", f"{game}.yaml", f"trainer.name={name}", "cluster.runtime=inline", *keys, deadline_s=900)
-    return rows_of(games / "runs" / name / "metrics.jsonl")
+@pytest.fixture(scope="module")
+def games(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("games"), "games", "make_data.py", "make_model.py")
+
+
+def played(folder, config, name, *keys):
+    rally(folder, "train", f"{config}.yaml", f"trainer.name={name}", "cluster.runtime=inline", *keys, deadline_s=900)
+    return rows_of(folder / "runs" / name / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("game", ["guess", "lake"])
@@ -161,3 +165,37 @@ def test_the_games_train_on_what_was_said_turn_by_turn(games, game):
 def test_the_games_are_learned(games, game):
     scores = [row["validation/score"] for row in played(games, game, game) if "validation/score" in row]
     assert scores[-1] > scores[0] + 0.5
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("tools"), "tools", "make.py")
+
+
+@pytest.mark.parametrize("config", ["search", "agent"])
+def test_the_tools_and_the_agent_train_for_a_step(tools, config):
+    few = ("rollout.num_prompts=4", "rollout.group_size=4", "validation.max_prompts=4", "trainer.num_steps=1")
+    rows = played(tools, config, f"{config}-1", *few, "model.path=model")
+    assert [row["step"] for row in rows if "actor/loss" in row] == [1]
+
+
+@pytest.fixture(scope="module")
+def started(tools):
+    """The model that the four runs begin with."""
+    played(tools, "start", "start")
+    return tools
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["calculator", "python", "search", "agent"])
+def test_the_tools_are_learned(started, config):
+    if config == "python":
+        try:
+            open_sandbox()
+        except SandboxError as error:
+            pytest.skip(str(error))
+    rows = played(started, config, config)
+    scores = [row["validation/score"] for row in rows if "validation/score" in row]
+    assert scores[-1] > scores[0] + 0.3
+    if config != "agent":  # who calls by itself
+        assert [row["rollout/tool_calls"] for row in rows if "rollout/tool_calls" in row][-1] > 0.8
