@@ -220,3 +220,19 @@ def test_the_list_of_models_says_how_long_a_row_may_be(opened):
         connection.request("GET", f"/sessions/{one.session.key}/v1/models")
         (card,) = json.loads(connection.getresponse().read())["data"]
     assert (card["id"], card["max_model_len"]) == ("policy", 500)
+
+
+def test_256_sessions_at_once_lose_no_call_and_mix_none_up(opened):
+    def play(number):
+        one = opened(f"{number}<|im_end|>", f"again {number}<|im_end|>")
+        first = one.chat(MESSAGES)["choices"][0]["message"]
+        second = one.chat([*MESSAGES, first, AGAIN]) if number % 2 else None
+        return first["content"], second and second["choices"][0]["message"]["content"], one.sampler.asked
+
+    with ThreadPoolExecutor(256) as threads:
+        played = list(threads.map(play, range(256)))
+    for number, (first, second, asked) in enumerate(played):
+        assert first == str(number)
+        assert second == (f"again {number}" if number % 2 else None)
+        assert asked[-1][0][: len(encoded(START))] == encoded(START)
+        assert len(asked) == 1 + number % 2
