@@ -161,6 +161,7 @@ def test_the_games_train_on_what_was_said_turn_by_turn(games, game):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("game", ["guess", "lake"])
 def test_the_games_are_learned(games, game):
     scores = [row["validation/score"] for row in played(games, game, game) if "validation/score" in row]
@@ -187,6 +188,7 @@ def started(tools):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("config", ["calculator", "python", "search", "agent"])
 def test_the_tools_are_learned(started, config):
     if config == "python":

@@ -12,6 +12,7 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.data import Example, Message
 from rallypoint.data.tokenizer import make_digits_tokenizer
+from rallypoint.environments.episodes import giving_episode
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.environments.shipped.passages import Passages
 from rallypoint.environments.shipped.tools import calculator, python, search
@@ -305,6 +306,12 @@ def test_an_episode_that_is_neither_a_name_nor_tools_says_what_is_expected(value
 def test_a_function_that_cannot_be_described_is_refused(here):
     with pytest.raises(ConfigError, match=r"rollout.episode: .*bare has no docstring"):
         own_episode(asked("mine.py:bare"))
+
+
+def test_python_gives_such_an_episode_too():
+    given = ToolUse(calculator, max_turns=2)
+    with giving_episode(given) as spec:
+        assert own_episode(load_checked("digits-grpo", [f"rollout.episode='{spec}'"]).config) is given
 
 
 def test_a_key_of_the_episode_is_changed_alone():
