@@ -1,12 +1,15 @@
 """A server of OpenEnv's, in the environment that `rally engine install openenv` makes, and our client of it."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import time
 
 import pytest
+from tiny_models import make_tiny_model
 
+import rallypoint as rally
 from rallypoint.environments.openenv import OpenEnv, OpenEnvError
 from rallypoint.errors import EngineError
 from rallypoint.install import Installed, find_engine
@@ -90,3 +93,45 @@ def test_six_episodes_at_once_play_on_a_server_of_two_sessions(url):
         return await asyncio.gather(*(play() for _ in range(6)))
 
     assert [(step.reward, step.done) for step in asyncio.run(all_of_them())] == [(1.0, True)] * 6
+
+
+def test_a_run_trains_five_steps_on_the_server_and_only_what_was_sampled(url, tmp_path):
+    told = []
+
+    async def episode(client, example):
+        async with OpenEnv(url) as environment:
+            step, said, guesses = await environment.reset(seed=1), await client.chat(max_tokens=3), 1
+            while guesses < 3:
+                guess = next(iter(re.findall("[0-9]", said["content"])), "0")
+                step = await environment.step({"guess": int(guess)})
+                told.append(step.observation["text"])
+                if step.done:
+                    break
+                said = await client.chat([{"role": "user", "content": "12"}], max_tokens=3)
+                guesses += 1
+        return {"reward": step.reward, "guesses": guesses}
+
+    make_tiny_model(tmp_path / "model")
+    config = {"cluster.runtime": "inline", "reward.function": None}
+    config |= {"data.max_prompt_tokens": 16, "rollout.max_response_tokens": 32}
+    run = rally.train(
+        "grpo",
+        model=tmp_path / "model",
+        data=[{"prompt": str(number), "answer": "7"} for number in range(10)],
+        episode=episode,
+        config=config,
+        num_prompts=2,
+        group_size=4,
+        num_steps=5,
+        runs_dir=tmp_path / "runs",
+        display=False,
+    )
+    steps = run.metrics[1:]
+    assert len(steps) == 5
+    assert all(step["rollout/failed"] == 0 for step in steps)
+    assert max(step["actor/ratio_error"] for step in steps if "actor/ratio_error" in step) < 1e-5
+    assert {"no"} <= set(told) <= {"yes", "no"}
+    rows = [row for step in range(1, 6) for row in run.rollouts(step)]
+    assert len(rows) == 40
+    assert all(1 <= sum(row["loss_mask"]) <= 9 for row in rows)
+    assert any(False in row["loss_mask"] for row in rows), "what was said between two guesses is context"

@@ -18,8 +18,14 @@ from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.types import SamplingConfig
 
 
-async def main(url, folder, asked):
-    client = TrainClient(TrainClientConfig(base_url=url, renderer_model_name=folder))
+async def main(folder):
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        url, asked = json.loads(line)
+        await ask(TrainClient(TrainClientConfig(base_url=url, renderer_model_name=folder)), asked)
+        print("null", flush=True)
+
+
+async def ask(client, asked):
     messages = [{"role": "user", "content": asked}]
     for _ in range(2):
         body = {"model": "policy", "messages": messages}
@@ -35,11 +41,16 @@ asyncio.run(main(*sys.argv[1:]))
 AGENT = """
 import json, os, subprocess
 
+environment = {**os.environ, "PRIME_API_KEY": "x"}
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+other = subprocess.Popen([PYTHON, PROGRAM, MODEL], env=environment, **pipes)
+
 
 def run(base_url, api_key, example):
-    command = [PYTHON, PROGRAM, base_url, MODEL, example.prompt[0].content]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PRIME_API_KEY": "x"})
-    calls = [json.loads(line) for line in said.stdout.splitlines()]
+    other.stdin.write(json.dumps([base_url, example.prompt[0].content]) + "\\n")
+    calls = []
+    while (call := json.loads(other.stdout.readline())) is not None:
+        calls.append(call)
     with open(CALLS, "a") as file:
         file.writelines(json.dumps(call) + "\\\\n" for call in calls)
     return {"reward": len(calls[0][1]) / 8, "calls": len(calls)}
@@ -65,20 +76,21 @@ def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path):
     run = rally.train(
         "grpo",
         model=tmp_path / "model",
-        data=[{"prompt": f"say {number}", "answer": ""} for number in range(4)],
+        data=[{"prompt": f"say {number}", "answer": ""} for number in range(5)],
         episode=f"{tmp_path / 'agent.py'}:run",
         config={"cluster.runtime": "inline", "reward.function": None, "rollout.max_response_tokens": 128},
         num_prompts=1,
         group_size=2,
-        num_steps=1,
+        num_steps=5,
         runs_dir=tmp_path / "runs",
         display=False,
     )
     assert run.metrics[-1]["episode/calls"] == 2
-    trained = sorted(token for row in run.rollouts(1) for token in trained_of(row))
+    assert max(step["actor/ratio_error"] for step in run.metrics if "actor/ratio_error" in step) < 1e-5
+    trained = sorted(token for step in range(1, 6) for row in run.rollouts(step) for token in trained_of(row))
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     told = sorted(pair for _, ids, logprobs in calls for pair in zip(ids, logprobs, strict=True))
-    assert len(calls) == 4
+    assert len(calls) == 5 * 4
     assert [token for token, _ in trained] == [token for token, _ in told]
     assert [logprob for _, logprob in trained] == pytest.approx([logprob for _, logprob in told])
 
