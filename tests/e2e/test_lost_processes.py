@@ -7,7 +7,15 @@ import pytest
 from tiny_runs import Runs
 
 from rallypoint.display import Progress
-from rallypoint.journal import BatchTaken, CheckpointSaved, RoleLost, RolesRestarted, RolesStarted
+from rallypoint.journal import (
+    BatchTaken,
+    CheckpointSaved,
+    GroupScored,
+    RoleLost,
+    RolesRestarted,
+    RolesStarted,
+    StepDone,
+)
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
 from rallypoint.run.folder import create_run
@@ -40,6 +48,16 @@ def begun(step):
     return lambda event: isinstance(event, BatchTaken) and event.step == step
 
 
+def sampling(step):
+    """In the middle of a step's sampling: its first group is scored."""
+    return lambda event: isinstance(event, GroupScored) and event.prompt // 8 == step - 1
+
+
+def done(step):
+    """Between two steps."""
+    return lambda event: isinstance(event, StepDone) and event.step == step
+
+
 def saved(step):
     return lambda event: isinstance(event, CheckpointSaved) and event.step == step
 
@@ -70,3 +88,24 @@ def test_roles_that_train_are_killed_and_the_run_goes_on_from_its_newest_step(ru
     assert losses[1].processes.keys() == {"actor", "critic", "reference", "rollout"}
     assert not run.snapshots.exists(), "they are of no use to a run that is done"
     assert sorted(run.state().steps) == [1, 2, 3, 4, 5, 6]
+
+
+def test_roles_of_a_process_without_one_that_trains_are_killed_and_the_step_goes_on(runs, weights_of, whole):
+    plan = [("reference", 0, begun(3)), ("rollout", 0, saved(4))]
+    run, losses = run_killed(runs, "killed", *LONG, *APART, plan=plan)
+    assert weights_of(run) == weights_of(whole)
+    assert [type(one) for one in losses] == [RoleLost, RolesRestarted] * 2
+    assert [(one.role, one.step) for one in losses[::2]] == [("reference", 3), ("rollout", 5)]
+    assert [one.first for one in losses[1::2]] == [None] * 2, "no step is done again"
+    assert all(one.processes.keys() == {"rollout", "reference"} for one in losses[1::2]), "those that share a process"
+    assert run.state().num_starts == 1
+
+
+def test_a_rank_that_samples_is_killed_while_it_samples_and_while_it_is_published_to(runs, weights_of, whole):
+    plan = [("rollout", 0, sampling(2)), ("rollout", 0, begun(3)), ("rollout", 0, done(4))]  # a validation follows
+    few_at_once = "rollout.max_batch_rows=4"
+    run, losses = run_killed(runs, "killed", *LONG, *APART[:2], few_at_once, plan=plan)
+    assert weights_of(run) == weights_of(whole)
+    assert [(one.role, one.step) for one in losses[::2]] == [("rollout", 2), ("rollout", 3), ("rollout", None)]
+    assert [one.first for one in losses[1::2]] == [None] * 3, "no step is done again"
+    assert [list(one.processes) for one in losses[1::2]] == [["rollout"]] * 3

@@ -107,6 +107,10 @@ class Process(Protocol):
         """Forget a role; a process without one ends, and a pool without one gives its place back."""
         ...
 
+    def end(self) -> None:
+        """Take no more calls, and end; the pool keeps the place for another one."""
+        ...
+
     def kill(self, why: WorkerHungError) -> None:
         """End the process now, if possible; calls that it has not answered fail with that error."""
         ...

@@ -17,8 +17,8 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from rallypoint.cluster.call import Call, Pending, Process
 from rallypoint.cluster.dispatch import Part, rule_of
@@ -46,6 +46,14 @@ def at_step(step: int) -> Iterator[None]:
         _STEP.reset(token)
 
 
+class Keeper(Protocol):
+    """Makes workers again that were lost."""
+
+    async def restore(self, error: WorkerDiedError) -> None:
+        """Return when the workers of a lost process are there again; raise the error if that cannot be."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The processes of a role's ranks, and how they are arranged."""
@@ -58,6 +66,8 @@ class Layout:
     """None: all ranks are data-parallel."""
     deadline_s: float | None = None
     """Seconds a call may take without progress; None for no limit."""
+    keeper: Keeper | None = None
+    """What makes lost workers again; None if nothing does."""
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.size != len(self.processes):
@@ -70,9 +80,11 @@ class Layout:
 class WorkerGroup(Generic[WorkerT]):
     """The workers of one role."""
 
-    def __init__(self, role: str, processes: Sequence[Process], mesh: Mesh, deadline_s: float | None) -> None:
-        self.role, self.mesh, self.deadline_s = role, mesh, deadline_s
-        self.processes = tuple(processes)
+    def __init__(self, layout: Layout, made: tuple[type, tuple[Any, ...], dict[str, Any]]) -> None:
+        self.role, self.deadline_s, self._keeper = layout.role, layout.deadline_s, layout.keeper
+        self.mesh = layout.mesh or Mesh({"dp": len(layout.processes)})
+        self.processes = tuple(layout.processes)
+        self._made = made
 
     @classmethod
     async def create(
@@ -92,18 +104,49 @@ class WorkerGroup(Generic[WorkerT]):
         """
         if any(layout.role in process.roles for process in layout.processes):
             raise ValueError(f"{layout.role} is in these processes already: shut that group down, or use another name")
-        mesh = layout.mesh or Mesh({"dp": len(layout.processes)})
-        group = WorkerGroup[MadeT](layout.role, layout.processes, mesh, layout.deadline_s)
-        number = next(_NUMBERS)
+        group = WorkerGroup[MadeT](layout, (cast("type", kind), args, kwargs))
         with contextlib.ExitStack() as unless_all_goes_well:
             unless_all_goes_well.callback(group._abandon)
-            making = [
-                process.create(group._invocation(number, rank, "__init__"), cast("type", kind), mesh, args, kwargs)
-                for rank, process in enumerate(layout.processes)
-            ]
-            await Call[None](making, (), _nothing, layout.deadline_s)
+            await group._make(range(len(group.processes)))
             unless_all_goes_well.pop_all()
         return group
+
+    async def _make(self, ranks: Sequence[int]) -> None:
+        number, (kind, args, kwargs) = next(_NUMBERS), self._made
+        making = [
+            self.processes[rank].create(self._invocation(number, rank, "__init__"), kind, self.mesh, args, kwargs)
+            for rank in ranks
+        ]
+        await Call[None](making, (), _nothing, self.deadline_s)
+
+    async def renew(self, processes: Sequence[Process]) -> list[int]:
+        """Make workers anew in processes that took the place of lost ones; return their ranks.
+
+        Args:
+            processes: those of all ranks; a rank whose process is the same keeps its worker.
+
+        Raises:
+            WorkerError: a constructor raised.
+        """
+        new = [rank for rank, process in enumerate(processes) if process is not self.processes[rank]]
+        self.processes = tuple(processes)
+        if new:
+            await self._make(new)
+        return new
+
+    async def kept(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Wait for some work, and do it again, from the beginning, after workers were lost and made again.
+
+        Args:
+            work: begins it; nothing may change by doing it twice.
+        """
+        while True:
+            try:
+                return await work()
+            except WorkerDiedError as error:
+                if self._keeper is None:
+                    raise
+                await self._keeper.restore(error)
 
     def call(
         self, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
@@ -165,7 +208,7 @@ class WorkerGroup(Generic[WorkerT]):
 
     def within(self, deadline_s: float | None) -> WorkerGroup[WorkerT]:
         """Return the same group with another deadline for its calls."""
-        return WorkerGroup(self.role, self.processes, self.mesh, deadline_s)
+        return WorkerGroup(Layout(self.role, self.processes, self.mesh, deadline_s), self._made)
 
     async def shutdown(self, patience_s: float = 30.0) -> None:
         """Release the workers once they have finished their calls; processes that hold no other role end.

@@ -125,9 +125,11 @@ class Setup:
         if transport_name(self.config) is None:
             self.journal.say(f"published weights: {describe_transport(rollouts.transport.name)}")
         times = Timekeeper(time.monotonic, self.journal)
+        mailbox = Mailbox(rollouts, schedule, keeper=self.placement)
+        self.placement.refillers["rollout"] = mailbox
         return RolloutSource(
             self.config,
-            Mailbox(rollouts, schedule),
+            mailbox,
             prompts,
             Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,

@@ -288,7 +288,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             PublishError: they did not arrive in time.
         """
         await self._check_copies()
-        await rollouts.role.transport.publish(self, rollouts)
+        rollouts.role.publisher = self
+        await self._group.kept(lambda: rollouts.role.transport.publish(self, rollouts))
         self.is_published.set()
 
     @property

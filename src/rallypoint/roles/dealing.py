@@ -67,4 +67,4 @@ async def per_token(
         *args: further arguments of the method, the same for all ranks.
     """
     parts, place = deal(batch.bare(), group.mesh.num_parts, attention_cost)
-    return PerToken.join(await group.call(method, parts, *args)).rows(place).values
+    return PerToken.join(await group.kept(lambda: group.call(method, parts, *args))).rows(place).values

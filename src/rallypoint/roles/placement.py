@@ -9,11 +9,12 @@ import platform
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate, Protocol, TypeVar
 
 import torch
 
 from rallypoint.cluster import Layout, Mesh, ResourcePoolManager, Runtime, WorkerContext, WorkerGroup
+from rallypoint.cluster.call import Process
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous, own_address
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import is_streamed
@@ -21,7 +22,7 @@ from rallypoint.cpu.onednn import bound_kernel_caches
 from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.engine.determinism import prepare_process
-from rallypoint.errors import PlacementError
+from rallypoint.errors import PlacementError, WorkerDiedError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
@@ -157,6 +158,14 @@ def _check_device(wanted: str) -> None:
         )
 
 
+class Refiller(Protocol):
+    """Knows what the ranks of a role have."""
+
+    async def refill(self, ranks: Sequence[int]) -> None:
+        """Give it to ranks that were made anew."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
     """Puts worker groups onto the pools of a run."""
@@ -170,6 +179,10 @@ class Placement:
     supervisor: Supervisor
     groups: dict[RoleName, WorkerGroup[Any]] = dataclasses.field(default_factory=dict[RoleName, WorkerGroup[Any]])
     """Those that were started."""
+    refillers: dict[RoleName, Refiller] = dataclasses.field(default_factory=dict[RoleName, "Refiller"])
+    """What gives a role whose workers have no state of their own what they had."""
+    _restoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    _closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     async def group(
         self, role: RoleName, kind: Callable[Concatenate[WorkerContext, WorkerSpec, ...], WorkerT], *args: Any
@@ -183,7 +196,7 @@ class Placement:
         """
         processes = (await self.pools.processes(self.runtime, role))[: self.config.num_ranks(role)]
         mesh = Mesh(self.config.mesh(role))
-        layout = Layout(role, processes, mesh, deadline_s=self.config.cluster.call_timeout_s)
+        layout = Layout(role, processes, mesh, deadline_s=self.config.cluster.call_timeout_s, keeper=self)
         self.groups[role] = group = await WorkerGroup.create(layout, kind, self.spec, *args)
         return group
 
@@ -191,6 +204,60 @@ class Placement:
     def spec(self) -> WorkerSpec:
         """What every worker is given."""
         return WorkerSpec(self.config, self.model_path, self.folder, self.rendezvous)
+
+    async def restore(self, error: WorkerDiedError) -> None:
+        """Make the roles of a process that was lost again, in another one; the rest of the run does not notice.
+
+        A role whose ranks are connected to each other is made again on all of them. Does nothing if the process was
+        replaced already.
+
+        Raises:
+            WorkerDiedError: the given one, if a role had a state there that nothing else has: one that is trained, or
+                what it has sampled ahead. Or there were too many.
+        """
+        async with self._restoring:
+            lost = {
+                process
+                for group in self.groups.values()
+                for process in group.processes
+                if (process.info.pid, process.info.node) == (error.pid, error.node)
+            }
+            if not lost and not self._closing.is_set():
+                return
+            roles = self._lost_with(lost)
+            if self._closing.is_set() or self.config.cluster.runtime == "inline" or not roles <= self._renewable:
+                raise error
+            self.supervisor.lost(error)
+            for process in lost:
+                process.end()
+            for role in list(self.groups):
+                if role not in roles:
+                    continue
+                processes = (await self.pools.processes(self.runtime, role))[: self.config.num_ranks(role)]
+                ranks = await self.groups[role].renew(processes)
+                if role in self.refillers:
+                    await self.refillers[role].refill(ranks)
+            self.supervisor.restarted({role: found for role, found in self.processes.items() if role in roles})
+
+    def _lost_with(self, lost: set[Process]) -> set[RoleName]:
+        """Return the roles of lost processes; add processes of ranks that are connected to one of these."""
+        num_lost = 0
+        while num_lost < len(lost):
+            num_lost = len(lost)
+            for role, group in self.groups.items():
+                if role != "rollout" and lost.intersection(group.processes):  # its ranks sample each for itself
+                    lost.update(group.processes)
+        return {role for role, group in self.groups.items() if lost.intersection(group.processes)}
+
+    @property
+    def _renewable(self) -> set[RoleName]:
+        """The roles that have no state which nothing else has."""
+        roles: set[RoleName] = {"reward", "teacher"}
+        if self.config.reference.refresh_every_steps is None:
+            roles.add("reference")
+        if not self.config.rollout.max_staleness:
+            roles.add("rollout")
+        return roles
 
     @property
     def processes(self) -> dict[str, list[str]]:
@@ -201,13 +268,18 @@ class Placement:
         }
 
     async def close(self) -> None:
-        """End all groups at once, and their processes."""
+        """End all groups at once, and their processes; calls that are still under way fail."""
+        self._closing.set()
+        async with self._restoring:
+            pass
         await asyncio.gather(*(group.shutdown(patience_s=0) for group in self.groups.values()))
         self.groups.clear()
 
     async def memory(self) -> Metrics:
         """Return the peak memory of every role, over its processes, since this was last asked."""
-        measured = await asyncio.gather(*(group.call(LeaseHolder.memory) for group in self.groups.values()))
+        measured = await asyncio.gather(
+            *(group.kept(lambda group=group: group.call(LeaseHolder.memory)) for group in self.groups.values())
+        )
         return merge(*(merge(*ranks).prefixed(role) for role, ranks in zip(self.groups, measured, strict=True)))
 
 

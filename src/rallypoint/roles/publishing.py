@@ -21,7 +21,7 @@ from typing import Protocol
 
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
-from rallypoint.config import RunConfig
+from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import TransportName, transport_name
 from rallypoint.errors import PlacementError, WeightsMismatchError, WorkerError
 from rallypoint.models import ModelShard
@@ -60,8 +60,8 @@ class Publisher(Protocol):
         """The processes of its ranks."""
         ...
 
-    async def written(self) -> Path:
-        """Write the weights into a folder that all nodes see, and return it."""
+    async def written(self, taker: RoleName | None = None) -> Path:
+        """Write the weights into a folder that all nodes see, and return it; a taker that is named removes it."""
         ...
 
     async def held(self) -> Sequence[Mapping[str, Held]]:
@@ -79,6 +79,9 @@ class Publisher(Protocol):
 
 class Receivers(Protocol):
     """The ranks of the rollout role, as a transport sees them."""
+
+    publisher: Publisher | None
+    """Who published last."""
 
     @property
     def transport(self) -> WeightTransport:

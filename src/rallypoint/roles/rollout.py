@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,15 @@ from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.colocated import ActorParts, LeaseHolder, MemoryLease, make_room_for_neighbour, with_lease
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import SharedTensors, Stream, StreamConnection, WeightTransport, transport_between
+from rallypoint.roles.publishing import (
+    Publisher,
+    SharedTensors,
+    Stream,
+    StreamConnection,
+    WeightTransport,
+    WrittenFolder,
+    transport_between,
+)
 from rallypoint.roles.rank_engine import RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, published_folder
@@ -241,6 +250,8 @@ class Rollouts:
         self._group = group
         self.transport = transport
         """What carries published weights to this role."""
+        self.publisher: Publisher | None = None
+        """The actor, once it has published."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -275,6 +286,16 @@ class Rollouts:
     async def forget(self) -> None:
         """Have all ranks give up what they sample for training and sessions."""
         await self._group.call(RolloutWorker.forget)
+
+    async def refill(self, rank: int, version: int) -> None:
+        """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
+        if isinstance(self.transport, Stream):
+            self.transport.is_open = False  # it led to the process that was lost
+        if self.publisher is None or self.publisher.version != version:
+            return
+        written = await self.publisher.written("rollout")
+        await self._group.call_rank(rank, RolloutWorker.load, version, WrittenFolder("folder"), written)
+        shutil.rmtree(written)
 
     async def open_guests(self, max_rows: int) -> int:
         """Prepare for persons, of whom `max_rows` are answered on each rank at once.

@@ -26,8 +26,9 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
+from rallypoint.cluster.group import Keeper
 from rallypoint.errors import GenerationError, RallyError, WorkerDiedError
 from rallypoint.generation import Output, Request
 from rallypoint.roles.rank_engine import SliceRequest, failed_output
@@ -234,26 +235,18 @@ class RequestQueue:
             kept.receive(output)
 
 
-class Supervisor(Protocol):
-    """Makes a rank anew that was lost."""
-
-    async def restore(self, rank: int, error: WorkerDiedError) -> None:
-        """Return when the rank is there again, with the weights that the others have; or raise."""
-        ...
-
-
 class Mailbox:
     """Keeps the requests of the rollout role, and calls its ranks."""
 
-    def __init__(self, rollouts: Rollouts, schedule: Schedule, supervisor: Supervisor | None = None) -> None:
+    def __init__(self, rollouts: Rollouts, schedule: Schedule, keeper: Keeper | None = None) -> None:
         """Begin without requests.
 
         Args:
             rollouts: the role that samples.
             schedule: how calls get to the ranks.
-            supervisor: restores a rank that was lost, whose requests are then sent again; without one they fail.
+            keeper: restores a rank that was lost, whose requests are then sent again; without one they fail.
         """
-        self.role, self.schedule, self._supervisor = rollouts, schedule, supervisor
+        self.role, self.schedule, self._keeper = rollouts, schedule, keeper
         self.version = 0
         """Version of the weights that the ranks hold."""
         self.num_loads = 0
@@ -310,6 +303,13 @@ class Mailbox:
         if self._requests.has_work(rank):
             self._begin_calls(rank)
 
+    async def refill(self, ranks: Sequence[int]) -> None:
+        """See `Refiller`: give ranks that were made anew the weights of the others, and their requests."""
+        for rank in ranks:
+            if self.num_loads:
+                await self.role.refill(rank, self.version)
+            self.resend(rank)
+
     async def stop(self) -> None:
         """Cancel all requests of training and sessions, and wait until none is running."""
         running = [pump for pump in self._pumps.values() if not pump.done()]
@@ -344,9 +344,9 @@ class Mailbox:
             try:
                 await self._advance(ranks)
             except WorkerDiedError as error:
-                if self._supervisor is None:
+                if self._keeper is None:
                     raise
-                await self._supervisor.restore(error.rank, error)
+                await self._keeper.restore(error)
                 if len(ranks) > 1:  # those that answered in this slice were not heard
                     await self.role.forget()
                 for rank in ranks:

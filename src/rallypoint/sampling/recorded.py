@@ -184,12 +184,13 @@ class _KeptLogprobs(WeightTransport):
         raise AssertionError(f"no rank samples, and {rank} is to load version {version} from {published}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Nobody:
     """A role of no ranks."""
 
     transport: WeightTransport
     processes: Sequence[Process] = ()
+    publisher: Publisher | None = None
 
     async def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """See `Receivers`."""

@@ -82,8 +82,8 @@ class Restoring:
     def __init__(self):
         self.restored = []
 
-    async def restore(self, rank, error):
-        self.restored.append((rank, type(error)))
+    async def restore(self, error):
+        self.restored.append((error.rank, type(error)))
         await asyncio.sleep(0)
 
 
