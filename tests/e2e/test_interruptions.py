@@ -22,6 +22,7 @@ from rallypoint.checkpoint import visible
 from rallypoint.config import load_config
 from rallypoint.errors import CheckpointError
 from rallypoint.library.run import load_run
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
@@ -244,6 +245,19 @@ def test_resuming_without_any_checkpoint_begins_at_the_first_step_and_says_so(ru
     assert weights_of(runs.resume("early")) == whole_weights
     log = (runs.folder / "early" / "logs" / "train.log").read_text()
     assert "no checkpoint to go on from: the run begins at step 1" in log
+
+
+def test_one_command_starts_a_run_of_a_file_goes_on_with_it_and_says_that_it_is_done(runs, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: digits\n")
+    command = ("train", str(mine), "--resume", *runs.overrides("mine", *INLINE, "trainer.num_steps=2"))
+    started, _ = (process := runs.start(*command)).communicate(timeout=180)
+    assert process.returncode == 0, started
+    assert f"no run of {mine} to go on with: it begins" in started.replace("\n", "")
+    again, _ = (process := runs.start(*command)).communicate(timeout=180)
+    assert process.returncode == 0, again
+    assert "all 2 steps are done" in again
+    assert RunFolder(runs.folder / "mine").state().num_starts == 1
 
 
 def test_a_run_that_is_done_says_so_and_starts_nothing(runs):

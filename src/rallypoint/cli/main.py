@@ -29,6 +29,7 @@ from rallypoint.errors import (
     ResumeError,
     RewardError,
     RunFolderError,
+    WorkerDiedError,
 )
 
 app = typer.Typer(
@@ -255,7 +256,7 @@ def main(
 
 
 def run() -> None:
-    """Run the command line: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run the command line: 0 done, 1 failed, 2 wrong input, 75 failed by the machine: try again, 130 interrupted."""
     try:
         _run()
     except SystemExit as end:
@@ -278,13 +279,17 @@ def _leave_at_once_if_held(end: SystemExit) -> None:
         os._exit(status)
 
 
+_TRY_AGAIN = 75
+"""The status of sysexits.h for a failure that may pass: Slurm, Kubernetes and systemd can be told to start again."""
 WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, ResumeError, RewardError, RunFolderError)
 
 
 def report(error: RallyError) -> int:
-    """Print an error and return the exit status: 2 for wrong input, 1 for everything else."""
+    """Print an error and return the exit status: 2 for wrong input, 75 for a lost process, 1 for everything else."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(str(error))}")
+    if isinstance(error, WorkerDiedError):
+        return _TRY_AGAIN
     return 2 if isinstance(error, WRONG_INPUT) else 1
 
 

@@ -28,7 +28,7 @@ from rallypoint.errors import (
     UnusableCheckpointError,
 )
 from rallypoint.prepare.machine import choices
-from rallypoint.prepare.preflight import find_wanted, load_checked
+from rallypoint.prepare.preflight import find_wanted, is_yet_to_start, load_checked
 from rallypoint.recipes.interruption import Observer
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
 
@@ -59,7 +59,8 @@ def launch(
         recipe: a shipped recipe, a YAML file, or the folder of a run.
         overrides: dotted keys and YAML values.
         console: for what is said before and after the run.
-        resume: whether to go on from a checkpoint.
+        resume: whether to go on from a checkpoint; a file of the user's whose run has no folder yet is begun, so that
+            the same command starts it and goes on with it.
         from_step: of which step; see `loop.train`.
         progress: display; None for the one that fits the console.
         observer: see `loop.train`.
@@ -68,8 +69,12 @@ def launch(
     Returns:
         The folder of the run, and whether all steps are done.
     """
+    say = partial(console.print, soft_wrap=True, markup=False)
+    if resume and from_step is None and is_yet_to_start(recipe, overrides):
+        say(f"no run of {recipe} to go on with: it begins")
+        resume = False
     if resume:
-        loaded, folder = find_wanted(recipe, overrides, say=partial(console.print, soft_wrap=True, markup=False))
+        loaded, folder = find_wanted(recipe, overrides, say=say)
     elif from_step is not None:
         raise ConfigError(("--from-step is for --resume: it names the checkpoint to go on from",))
     elif Path(recipe).is_dir():

@@ -309,6 +309,17 @@ def _refuse_foreign(loaded: LoadedConfig, folder: RunFolder, named: Set[str]) ->
         )
 
 
+def is_yet_to_start(recipe: str, overrides: Sequence[str]) -> bool:
+    """Return whether a recipe is a file, or has a name for its run, and there is no run of it."""
+    if _is_run(recipe) or not (Path(recipe).is_file() or _sets(overrides, "trainer.name")):
+        return False
+    try:
+        newest_of(recipe, overrides)
+    except RunFolderError:
+        return True
+    return False
+
+
 def newest_of(recipe: str, overrides: Sequence[str]) -> Path:
     """Return the folder of the run of that name, or of the run of a recipe that was started last.
 

@@ -45,10 +45,12 @@ class Supervisor:
         self._away_since = now if self._away_since is None else self._away_since
         self._journal.append(RoleLost(role=error.role, rank=error.rank, step=error.step, why=first_line(error)))
         if self._calls[call] > _MOST_IN_ONE_CALL:
-            error.add_note(f"it is the third loss in {error.call}, so the run ends")
+            self._journal.say(
+                f"the run ends: {error.role} rank {error.rank} was lost in {error.call} for the third time"
+            )
             raise error
         if len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
-            error.add_note(f"more than {_MOST_AN_HOUR} processes were lost within an hour, so the run ends")
+            self._journal.say(f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour")
             raise error
         what = first_line(error).partition(": ")[0]  # the rest is in the event
         self._journal.say(f"{what}; it is started again")
