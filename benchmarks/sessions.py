@@ -1,0 +1,125 @@
+"""What the endpoint of agents adds to a call, by the length of the conversation, beside what sampling the call takes.
+
+    python benchmarks/sessions.py --rounds 15
+
+A session answers at once from a script, over real HTTP on one connection, so a call's time is all overhead: reading
+the request, finding what it continues, writing the tail in the chat template, encoding it, the answer.
+Conversations of 1, 16 and 64 turns of 100 characters take turns with sampling: 100 tokens of a model of 3M parameters
+behind as many tokens as the longest conversation has. A token is a character, so texts are long for their words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
+
+from tiny_models import make_tiny_model
+from tool_templates import make_tool_tokenizer
+
+from rallypoint.data import Message
+from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
+from rallypoint.model_files import load_policy
+from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
+from rallypoint.types import Turn
+
+TURNS = (1, 16, 64)
+ANSWER, QUESTION = "The answer is four. " * 5, "Are you sure? Ask him." * 4 + "Then tell me"
+
+
+class Conversation:
+    """One session and what was said in it."""
+
+    def __init__(self, sessions: Sessions, port: int, num_turns: int) -> None:
+        tokenizer, stop = sessions.served.tokenizer, sessions.served.stop_tokens
+        response = tuple(tokenizer.encode(ANSWER, add_special_tokens=False)) + stop[:1]
+        zeros = (0.0,) * len(response)
+        self.turn = Turn(
+            prompt=(), response=response, logprobs=zeros, sampled_logprobs=zeros, version=0, truncated=False
+        )
+        self.num_tokens = 0
+        params = SamplingParams(max_new_tokens=200, stop_tokens=stop)
+        self._session = sessions.open(self._call, params, (1,), [Message("user", "x")])
+        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        self.messages = [{"role": "user", "content": QUESTION}]
+        for _ in range(num_turns - 1):
+            self.ask()
+            self.messages += [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": QUESTION}]
+
+    def _call(self, tokens, said, **how) -> Future:
+        del said, how
+        self.num_tokens = len(tokens)
+        answered: Future = Future()
+        answered.set_result(self.turn)
+        return answered
+
+    def ask(self) -> float:
+        """Return the seconds of a call with the whole conversation."""
+        body = json.dumps({"messages": self.messages})
+        began = time.perf_counter()
+        path = f"/sessions/{self._session.key}/v1/chat/completions"
+        self._connection.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        said = json.loads(answer.read())
+        assert answer.status == 200, said
+        assert said["choices"][0]["message"]["content"] == ANSWER
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    asked = parser.parse_args()
+    tokenizer, stops = make_tool_tokenizer("qwen2.5")
+    sessions = Sessions(Served(name="policy", tokenizer=tokenizer, stop_tokens=stops, max_tokens=10**6))
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    app = make_sessions_app(sessions, max_body_bytes=10**8)
+    server = Server(app, listening, grace_s=1, on_end=lambda: None, say=print)
+    server.start()
+    try:
+        conversations = {num: Conversation(sessions, port, num) for num in TURNS}
+        sampling = Sampling(tokenizer, conversations[TURNS[-1]].num_tokens)
+        times: dict[object, list[float]] = {name: [] for name in (*TURNS, "sampling")}
+        for _ in range(asked.rounds + 1):
+            for num, conversation in conversations.items():
+                times[num].append(conversation.ask())
+            times["sampling"].append(sampling())
+        for name, own in times.items():
+            print(f"{name!s:>8}: {statistics.median(own[1:]) * 1e3:8.1f} ms")
+    finally:
+        server.stop(lambda: None)
+
+
+class Sampling:
+    """Samples a call."""
+
+    def __init__(self, tokenizer, num_prompt_tokens: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {"hidden_size": 256, "num_layers": 4, "intermediate_size": 768, "num_heads": 4}
+            make_tiny_model(Path(folder), tokenizer=tokenizer, max_positions=32_768, **sizes)
+            self._engine = NativeEngine(load_policy(folder, dtype="float32").model)
+        self._prompt = tuple(token % 90 for token in range(num_prompt_tokens))
+
+    def __call__(self) -> float:
+        """Return the seconds of one, without those of its prompt."""
+        outputs = stream(
+            self._engine, Request(tokens=self._prompt, params=SamplingParams(max_new_tokens=101), streamed=True)
+        )
+        next(outputs)
+        began = time.perf_counter()
+        for _ in outputs:
+            pass
+        return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
