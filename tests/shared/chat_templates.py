@@ -193,6 +193,17 @@ def make_chat_tokenizer(template: str, *, eos: str | None = None) -> PreTrainedT
     return tokenizer
 
 
+def make_published_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Return one for the text of a published template: whatever looks like a special token there is one."""
+    found = re.findall(
+        r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|\[/?[A-Z_]{3,20}\]|</?(?:start|end)_of_(?:turn|utterance)>"
+        r"|<\|?turn\|?>|<\|[a-z_]+>|<[a-z_]+\|>",
+        template,
+    )
+    SPECIAL.setdefault(template, tuple(dict.fromkeys(["<|bos|>", *found, "<|eos|>"])))
+    return make_chat_tokenizer(template)
+
+
 def merging_tokenizer(cue, *merges, marked=False, start_blank=False):
     """Return a tokenizer that merges a cue's end with what follows, and may put a blank before a text."""
     pieces = [*string.printable, *("".join(merge) for merge in merges)]

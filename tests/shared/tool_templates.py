@@ -1,4 +1,4 @@
-"""Chat templates of eight families that take tools, built as the published ones are, each with how it writes a call."""
+"""Chat templates of eleven families that take tools, built as the published ones are, with how each writes a call."""
 
 from chat_templates import SPECIAL, make_chat_tokenizer
 
@@ -90,26 +90,74 @@ GPT_OSS = """\
 {%- else %}{{ "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|start|>assistant" }}{% endif %}"""
 GEMMA = """\
+{%- macro written(value) %}{% if value is string %}{{ '<|"|>' + value + '<|"|>' }}
+{%- elif value is boolean %}{{ "true" if value else "false" }}
+{%- elif value is mapping %}{{ "{" }}{% for key, one in value | dictsort %}
+{{- ("" if loop.first else ",") + key + ":" }}{{ written(one) }}{% endfor %}{{ "}" }}
+{%- elif value is sequence %}{{ "[" }}{% for one in value %}{{ "" if loop.first else "," }}{{ written(one) }}
+{%- endfor %}{{ "]" }}{% else %}{{ value }}{% endif %}{% endmacro %}
 {{- bos_token }}{% for tool in tools or [] %}{{ "<|tool>" + tool | tojson + "<tool|>" }}{% endfor %}
 {%- for message in messages %}{% if message.role == "tool" %}
 {{- "<|tool_response>response:" + message.name + "{value:" + message.content + "}<tool_response|>" }}
-{%- else %}{{ "<|turn>" + message.role + "\\n" + (message.content or "") }}
-{%- for call in message.tool_calls or [] %}{{ "<|tool_call>call:" + call.function.name + "{" }}
-{%- for key, value in call.function.arguments | items %}{{ key + ":" + value | string }}{% endfor %}
-{{- "}<tool_call|>" }}{% endfor %}
-{%- if not message.tool_calls %}{{ "<turn|>\\n" }}{% endif %}{% endif %}{% endfor %}
+{%- else %}{% if loop.first or messages[loop.index0 - 1].role != "tool" %}
+{{- "<|turn>" + ("model" if message.role == "assistant" else message.role) + "\\n" }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- "<|tool_call>call:" + call.function.name }}{{ written(call.function.arguments) }}{{ "<tool_call|>" }}{% endfor %}
+{{- message.content or "" }}{% if not message.tool_calls %}{{ "<turn|>\\n" }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt and messages[-1].role != "tool" %}{{ "<|turn>model\\n" }}{% endif %}"""
 DEEPSEEK = """\
 {{- bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
-{%- for message in messages %}{% if message.role == "user" %}{{ "<|User|>" + message.content }}
-{%- elif message.role == "tool" %}{{ "<|tool_output_begin|>" + message.content + "<|tool_output_end|>" }}
+{%- for message in messages %}{% if message.role == "user" %}{{ "<｜User｜>" + message.content }}
+{%- elif message.role == "tool" %}{% if messages[loop.index0 - 1].role != "tool" %}
+{{- "<｜tool▁outputs▁begin｜>" }}{% endif %}
+{{- "<｜tool▁output▁begin｜>" + message.content + "<｜tool▁output▁end｜>" }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<｜tool▁outputs▁end｜>" }}{% endif %}
 {%- elif message.role == "system" %}{{ message.content }}
-{%- elif message.tool_calls and message.content is none %}{{ "<|Assistant|>" }}{% for call in message.tool_calls %}
-{{- "<|tool_call_begin|>" + call.function.name + "<|tool_sep|>" + call.function.arguments + "<|tool_call_end|>" }}
-{%- endfor %}{{ eos_token }}
-{%- else %}{{ "<|Assistant|>" + message.content + eos_token }}{% endif %}{% endfor %}
-{%- if add_generation_prompt and messages[-1].role != "tool" %}{{ "<|Assistant|>" }}{% endif %}"""
+{%- elif message.tool_calls %}{{ "<｜Assistant｜>" + message.content + "<｜tool▁calls▁begin｜>" }}
+{%- for call in message.tool_calls %}{{ "" if loop.first else "\\n" }}
+{{- "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + call.function.name + "\\n```json\\n" + call.function.arguments }}
+{{- "\\n```<｜tool▁call▁end｜>" }}{% endfor %}{{ "<｜tool▁calls▁end｜>" + eos_token }}
+{%- else %}{% if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ "<｜Assistant｜>" }}{% endif %}
+{{- message.content + eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != "tool" %}{{ "<｜Assistant｜>" }}{% endif %}"""
+DEEPSEEK31 = """\
+{{- bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{% if message.role == "user" %}{{ "<｜User｜>" + message.content }}
+{%- elif message.role == "tool" %}{{ "<｜tool▁output▁begin｜>" + message.content + "<｜tool▁output▁end｜>" }}
+{%- elif message.role == "system" %}{{ message.content }}
+{%- else %}{% if messages[loop.index0 - 1].role == "user" %}{{ "<｜Assistant｜></think>" }}{% endif %}
+{{- message.content or "" }}{% for call in message.tool_calls or [] %}
+{{- "<｜tool▁calls▁begin｜>" if loop.first else "" }}
+{{- "<｜tool▁call▁begin｜>" + call.function.name + "<｜tool▁sep｜>" + call.function.arguments + "<｜tool▁call▁end｜>" }}
+{{- "<｜tool▁calls▁end｜>" if loop.last else "" }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role == "user" %}{{ "<｜Assistant｜></think>" }}{% endif %}"""
+KIMI = """\
+{%- if tools %}{{ "<|im_system|>tool_declare<|im_middle|>" + tools | list | tojson + "<|im_end|>" }}{% endif %}
+{%- for message in messages %}{{ "<|im_" + ("system" if message.role == "tool" else message.role) + "|>" }}
+{{- message.role + "<|im_middle|>" }}
+{%- if message.role == "tool" %}{{ "## Return of " + message.tool_call_id + "\\n" }}{% endif %}
+{{- message.content or "" }}
+{%- for call in message.tool_calls or [] %}{{ "<|tool_calls_section_begin|>" if loop.first else "" }}
+{{- "<|tool_call_begin|>" + call.id + "<|tool_call_argument_begin|>" }}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+{{- "<|tool_call_end|>" }}{{ "<|tool_calls_section_end|>" if loop.last else "" }}{% endfor %}
+{{- "<|im_end|>" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_assistant|>assistant<|im_middle|>" }}{% endif %}"""
 
+_DEEPSEEK = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    *(f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
+    "<｜tool▁sep｜>",
+    "<｜end▁of▁sentence｜>",
+)
+_KIMI = (
+    "[BOS]",
+    *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    *("<|tool_call_argument_begin|>", "<|im_end|>"),
+)
 _TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FAMILIES = {
     "qwen2.5": (QWEN25, _TURNS, ("<|im_end|>",)),
@@ -166,25 +214,14 @@ FAMILIES = {
             "<tool_call|>",
             "<|tool_response>",
             "<tool_response|>",
+            '<|"|>',
             "<turn|>",
         ),
         ("<turn|>", "<|tool_response>"),
     ),
-    "deepseek": (
-        DEEPSEEK,
-        (
-            "<|bos|>",
-            "<|User|>",
-            "<|Assistant|>",
-            "<|tool_call_begin|>",
-            "<|tool_sep|>",
-            "<|tool_call_end|>",
-            "<|tool_output_begin|>",
-            "<|tool_output_end|>",
-            "<|eos|>",
-        ),
-        ("<|eos|>",),
-    ),
+    "deepseek": (DEEPSEEK, _DEEPSEEK, (_DEEPSEEK[-1],)),
+    "deepseek3.1": (DEEPSEEK31, _DEEPSEEK, (_DEEPSEEK[-1],)),
+    "kimi-k2": (KIMI, _KIMI, ("<|im_end|>",)),
 }
 """Template, special tokens, and those of them that end an answer; the first one ends one without calls."""
 

@@ -25,9 +25,9 @@ _OF_FILES = ("data.max_row_tokens", "data.num_examples")
 """Keys that only recipes with prompts read, and only those that train on files as they are."""
 
 COLUMNS_OF: dict[Examples, tuple[str, ...]] = {
-    "prompts": ("prompt", "ground_truth", "data_source", "ability", "extra_info"),
-    "conversations": ("messages", "prompt", "completion"),
-    "pairs": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt", "tools", "ground_truth", "data_source", "ability", "extra_info"),
+    "conversations": ("messages", "prompt", "completion", "tools"),
+    "pairs": ("prompt", "chosen", "rejected", "tools"),
 }
 """Columns that are read of each kind of data."""
 

@@ -7,18 +7,20 @@ that needs them.
 """
 
 from rallypoint.data.answers import AnswerReader, read_answer
+from rallypoint.data.chat_text import chat_text
 from rallypoint.data.conversations import Conversation, Conversations, NamedExample, load_conversations
-from rallypoint.data.dataset import Dataset, Example, JSONValue, Message, load_dataset
-from rallypoint.data.dialogue import ChatMessage, Dialogue, chat_text
+from rallypoint.data.dataset import Dataset, Example, JSONValue, load_dataset
+from rallypoint.data.dialogue import Dialogue
 from rallypoint.data.digits import DigitsTask, make_digits, score_digits
 from rallypoint.data.encoded_rows import EncodedExample, EncodedRows
 from rallypoint.data.generators import Generator, is_generator
 from rallypoint.data.legible import Legibility
 from rallypoint.data.locate import DataSet, check_dataset_path
-from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts
+from rallypoint.data.messages import ChatMessage, Message, whole_text
+from rallypoint.data.prompts import EncodedPrompts, encode_legible, encode_prompts, texts_of
 from rallypoint.data.rows import encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
-from rallypoint.data.template import TemplateProbe, cued_text, special_ids
+from rallypoint.data.template import TemplateProbe, special_ids
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer
 from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
 
@@ -49,7 +51,6 @@ __all__ = [
     "Windows",
     "chat_text",
     "check_dataset_path",
-    "cued_text",
     "decoder",
     "encode_legible",
     "encode_prompts",
@@ -64,4 +65,6 @@ __all__ = [
     "save_tokenizer",
     "score_digits",
     "special_ids",
+    "texts_of",
+    "whole_text",
 ]

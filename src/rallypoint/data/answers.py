@@ -17,7 +17,12 @@ from rallypoint.data.tool_formats import Said, beginnings, format_of, harmony, t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+_REASONING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+)
 """Tags around reasoning."""
 
 
@@ -49,13 +54,15 @@ def read_answer(
     if said.reasoning is not None:
         message["reasoning"] = form.without_special(said.reasoning)
     if said.calls:
+        numbers = range(num_calls + 1, num_calls + 1 + len(said.calls))
+        ids = said.ids or [f"call{number:05}" for number in numbers]  # some templates want nine letters and digits
         message["tool_calls"] = [
             {
-                "id": f"call{number:05}",  # some templates want nine letters and digits
+                "id": key,
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
             }
-            for number, (name, arguments) in enumerate(said.calls, num_calls + 1)
+            for key, (name, arguments) in zip(ids, said.calls, strict=True)
         ]
     if said.malformed:
         message["malformed"] = said.malformed

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from rallypoint.data.files import Problems, Row, suggestion
 from rallypoint.data.locate import DataSet
 
-COLUMNS = ("prompt", "reward_model", "ground_truth", "data_source", "ability", "extra_info")
+COLUMNS = ("prompt", "tools", "reward_model", "ground_truth", "data_source", "ability", "extra_info")
 _ELSEWHERE = {
     "prompt": ("question", "problem", "instruction", "query", "input", "messages", "conversations"),
     "reward_model": ("answer", "solution", "final_answer", "expected_answer", "target", "output", "label"),

@@ -5,35 +5,44 @@ tokenizers, tensors.
 
 | an example is  | columns                 | what                                                                   |
 |----------------|-------------------------|------------------------------------------------------------------------|
-| a conversation | `messages`              | a list of {role, content}; every turn of the assistant is trained      |
+| a conversation | `messages`              | a list of messages; every turn of the assistant is trained             |
 |                | `prompt`, `completion`  | each text (a message of the user, of the assistant) or messages        |
 | a pair         | `prompt`, `chosen`,     | the same, with two completions                                         |
 |                | `rejected`              |                                                                        |
 |                | `chosen`, `rejected`    | two whole lists of messages, which begin alike; what differs is judged |
 
-Turns of the assistant in a prompt, or in what a pair begins with, are not trained. Other columns are ignored.
+Turns of the assistant in a prompt, or in what a pair begins with, are not trained. `tools` has the function schemas of
+what the assistant may call. Other columns are ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self, TypeAlias, cast
+from typing import Literal, Self, TypeAlias
 
 from rallypoint.data.columns import quoted
-from rallypoint.data.dataset import Message, Role, message_problem, no_text, open_rows
-from rallypoint.data.files import Problems, Row, found, suggestion
+from rallypoint.data.dataset import open_rows
+from rallypoint.data.files import Problems, Row, suggestion
 from rallypoint.data.locate import DataSet, labelled
+from rallypoint.data.messages import (
+    ChatMessage,
+    Message,
+    read_messages,
+    read_tools,
+    reasoning_in,
+    schemas_text,
+    whole_text,
+    without_nulls,
+)
 from rallypoint.errors import DataError
 
 Kind = Literal["conversations", "pairs"]
-_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 _TOOLS = "tools"
-"""Column that other trainers read: it is looked at to say that it is not read here."""
+_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", _TOOLS)
 _FORMS: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "conversations": (("messages",), ("prompt", "completion")),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
@@ -56,8 +65,8 @@ class Conversation:
     messages: tuple[Message, ...]
     first_trained: int = 0
     """Index of the first message whose turn may be trained; turns of the assistant before it are context."""
-    has_tools: bool = False
-    """Whether its row has tools beside the messages, of which the template is not told."""
+    tools: tuple[ChatMessage, ...] = ()
+    """OpenAI's function schemas, which the template is told of."""
 
 
 NamedExample: TypeAlias = tuple[str, tuple[Conversation, ...]]
@@ -81,12 +90,9 @@ class Conversations:
     @property
     def texts(self) -> Iterator[str]:
         """Everything that is said in them."""
-        return (message.content for rows in self.examples for row in rows for message in row.messages)
-
-    @property
-    def with_tools(self) -> tuple[str, ...]:
-        """Names of the examples that have tools."""
-        return tuple(name for name, rows in zip(self.names, self.examples, strict=True) if rows[0].has_tools)
+        each = [row for rows in self.examples for row in rows]
+        yield from (whole_text(message.fields) for row in each for message in row.messages)
+        yield from {id(row.tools): schemas_text(row.tools) for row in each}.values()
 
     @classmethod
     def of(cls, read: Sequence[NamedExample], *, is_part: bool = False) -> Self:
@@ -144,7 +150,7 @@ def read_conversations(
     if table is None:
         return
     columns = _Columns(dataset)
-    if table.columns is not None and columns.form(table.columns, kind, label, problems) is None:
+    if table.columns is not None and not columns.are_there(table.columns, kind, label, problems):
         return
     misfits: Counter[tuple[str, ...]] = Counter()
     for number, row in table.read(columns.wanted(table.columns or ()), start):
@@ -156,18 +162,19 @@ def read_conversations(
             misfits[present] += 1
             continue
         wrong: list[tuple[str, str]] = []
-        ours = {name: row[columns.theirs(name)] for name in form}
+        ours = {name: row.get(columns.theirs(name)) for name in (*form, _TOOLS)}
+        if table.unit == "row":
+            ours = {name: without_nulls(value) for name, value in ours.items()}
         example = _read_conversation(ours, form, wrong) if kind == "conversations" else _read_pair(ours, form, wrong)
+        tools = read_tools(ours[_TOOLS], wrong)
         said = [f"column {columns.theirs(column)}: {problem}" for column, problem in wrong]
         if said and bad is not None:
             bad.append(f"{label}:{number} ({said[0]})")
         else:
             for problem in said:
                 problems.add(f"{where}, {problem}")
-        if not wrong and row.get(_TOOLS) not in (None, [], "", "[]"):
-            example = tuple(dataclasses.replace(one, has_tools=True) for one in example)
         if not wrong:
-            yield f"{label}:{number}", example
+            yield f"{label}:{number}", tuple(dataclasses.replace(one, tools=tools) for one in example)
     for present, count in misfits.items():
         if count > 1:
             problems.add(f"{label}: {count - 1:,} more rows have {quoted(present)}, too")
@@ -187,14 +194,21 @@ class _Columns:
 
     def wanted(self, names: Sequence[str]) -> list[str]:
         """Return which columns of a table are read."""
-        wanted = {_TOOLS, *map(self.theirs, _COLUMNS)}
+        wanted = set(map(self.theirs, _COLUMNS))
         return [name for name in names if name in wanted]
+
+    def are_there(self, names: Sequence[str], kind: Kind, where: str, problems: Problems) -> bool:
+        """Return whether a table has all columns of a form, and those that were named; report what is missing."""
+        if _TOOLS in self._theirs and self._theirs[_TOOLS] not in names:
+            problems.add(self._misnamed(_TOOLS, names, where))
+            return False
+        return self.form(names, kind, where, problems) is not None
 
     def form(self, names: Sequence[str], kind: Kind, where: str, problems: Problems) -> tuple[str, ...] | None:
         """Return which columns are read, by our names; report it if none of the forms is whole."""
-        for form in _FORMS[kind]:
-            if {self.theirs(own) for own in form} <= set(names):
-                return form
+        form = next((form for form in _FORMS[kind] if {*map(self.theirs, form)} <= set(names)), None)
+        if form is not None:
+            return form
         # The form of which most is there, was named, or has the name of other data sets, is the one that was meant.
         strangers = [name for name in names if name not in _COLUMNS]
         likely = {
@@ -203,9 +217,8 @@ class _Columns:
         there = {own for own in _COLUMNS if self.theirs(own) in names} | {*self._theirs, *likely}
         meant = max(_FORMS[kind], key=lambda form: len(set(form) & there))
         missing, *others = [own for own in meant if self.theirs(own) not in names]
-        if (theirs := self._theirs.get(missing)) is not None:
-            hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
-            problems.add(f"{where}: column '{theirs}', which {self._key}.{missing} names, is missing{hint}")
+        if missing in self._theirs:
+            problems.add(self._misnamed(missing, names, where))
             return None
         hint = suggestion(missing, strangers)
         if not hint and missing in likely:
@@ -213,6 +226,11 @@ class _Columns:
         forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
         problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
         return None
+
+    def _misnamed(self, own: str, names: Sequence[str], where: str) -> str:
+        theirs = self._theirs[own]
+        hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
+        return f"{where}: column '{theirs}', which {self._key}.{own} names, is missing{hint}"
 
     def _renamed(self, likely: Mapping[str, str], names: Sequence[str]) -> str:
         """Say by which keys the columns of another data set are read as ours."""
@@ -225,18 +243,18 @@ class _Columns:
 
 def _read_conversation(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:
     if form == ("messages",):
-        messages = _read_messages(row["messages"], "messages", None, wrong)
+        messages = read_messages(row["messages"], "messages", None, wrong)
         if not wrong and not any(message.role == "assistant" for message in messages):
             wrong.append(("messages", "expected a turn of the assistant, which is what is trained; found none"))
         return (Conversation(messages),)
-    prompt = _read_messages(row["prompt"], "prompt", "user", wrong)
-    completion = _read_messages(row["completion"], "completion", "assistant", wrong)
+    prompt = read_messages(row["prompt"], "prompt", "user", wrong)
+    completion = read_messages(row["completion"], "completion", "assistant", wrong)
     _check_answer(completion, "completion", wrong)
     return (Conversation((*prompt, *completion), len(prompt)),)
 
 
 def _read_pair(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) -> tuple[Conversation, ...]:
-    answers = [_read_messages(row[name], name, "assistant", wrong) for name in ("chosen", "rejected")]
+    answers = [read_messages(row[name], name, "assistant", wrong) for name in ("chosen", "rejected")]
     if wrong:
         return ()
     are_whole = [answer[0].role in ("system", "user") for answer in answers]
@@ -255,7 +273,7 @@ def _read_pair(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) ->
         wrong.append(("chosen", "expected messages that begin with the user's, or a column 'prompt' beside it"))
         return ()
     else:
-        prompt = _read_messages(row["prompt"], "prompt", "user", wrong)
+        prompt = read_messages(row["prompt"], "prompt", "user", wrong)
         num = len(prompt)
     whole = [(*prompt, *answer) for answer in answers]
     if whole[0] == whole[1]:
@@ -271,34 +289,13 @@ def _check_answer(messages: Sequence[Message], name: str, wrong: list[tuple[str,
         wrong.append((name, f"expected an answer that ends with a turn of the assistant, found {role}"))
 
 
-def _read_messages(value: object, column: str, role: Role | None, wrong: list[tuple[str, str]]) -> tuple[Message, ...]:
-    """Return a list of messages; text is one message of a role, if there is one."""
-    if isinstance(value, str):
-        if value.lstrip().startswith(("[{", "{")) and '"role"' in value:
-            wrong.append((column, f"expected a list of messages, found the same written as {found(value)}"))
-        elif role is None:
-            wrong.append((column, f"expected a list of messages, found {found(value)}"))
-        elif not value.strip():
-            wrong.append((column, no_text(value)))
-        return (Message(role or "user", value),)
-    if not isinstance(value, list) or not value:
-        wrong.append((column, f"expected a list of messages or text, found {found(value)}"))
-        return ()
-    messages: list[Message] = []
-    for index, entry in enumerate(cast("list[object]", value)):
-        if (problem := message_problem(entry)) is not None:
-            wrong.append((f"{column}[{index}]{problem[0]}", problem[1]))
-        else:
-            fields = cast("dict[str, str]", entry)
-            messages.append(Message(cast("Role", sys.intern(fields["role"])), fields["content"]))
-    return tuple(messages)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turns:
     """A conversation in the template, and where in its text the turns to train begin and end."""
 
     row: Conversation
+    messages: Sequence[ChatMessage]
+    """Its messages as the template takes them."""
     text: str
     spans: tuple[tuple[int, int], ...]
     cues: tuple[int, ...]
@@ -313,14 +310,15 @@ class Turns:
     @property
     def num_shortened(self) -> int:
         """Number of turns to train that are not whole in the text, whatever blanks it has."""
-        said = [self.row.messages[index].content for index in self.trained]
+        said = [self.row.messages[index].fields for index in self.trained]
         texts = [self.text[start:stop] for start, stop in self.spans]
         if len(texts) != len(said):  # marks need not be one for each turn
             texts = [self.text] * len(said)
         return sum(
-            one.strip() not in text and _dense(one) not in _dense(text) for one, text in zip(said, texts, strict=True)
+            not all(_is_in(part, text) for part in (str(one["content"]), reasoning_in(one)))
+            for one, text in zip(said, texts, strict=True)
         )
 
 
-def _dense(text: str) -> str:
-    return "".join(text.split())
+def _is_in(part: str, text: str) -> bool:
+    return part.strip() in text or "".join(part.split()) in "".join(text.split())

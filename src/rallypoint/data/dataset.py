@@ -5,7 +5,8 @@ exists has no bad row.
 
 | column         | what                                                            | when it is absent        |
 |----------------|-----------------------------------------------------------------|--------------------------|
-| `prompt`       | a list of {role, content}, or text: one message of the user     | error                    |
+| `prompt`       | a list of messages, or text: one message of the user            | error                    |
+| `tools`        | function schemas of the tools that the prompt's answer may call | none                     |
 | `reward_model` | {ground_truth}; `style` and anything else is ignored            | column `ground_truth`    |
 | `ground_truth` | read only where `reward_model` is absent                        | error (unless waived)    |
 | `data_source`  | text that the reward function may choose by                     | the file's name, no end  |
@@ -22,19 +23,18 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, TypeAlias, cast, overload
 
 from rallypoint.data.columns import Columns
-from rallypoint.data.files import FORMATS, Problems, Row, Table, found, open_table, suggestion
+from rallypoint.data.files import FORMATS, Problems, Row, Table, found, open_table
 from rallypoint.data.generators import is_generator, open_generator
 from rallypoint.data.locate import DataSet, labelled
+from rallypoint.data.messages import ChatMessage, Message, read_messages, read_tools, without_nulls
 from rallypoint.errors import DataError
 
 JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
-Role = Literal["system", "user", "assistant", "tool"]
-ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 _KINDS: dict[type, str] = {
     str: "text",
@@ -44,14 +44,6 @@ _KINDS: dict[type, str] = {
     list: "a list",
     dict: "an object",
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation."""
-
-    role: Role
-    content: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +60,8 @@ class Example:
     extra_info: dict[str, Any]
     part: int = 0
     """Place of its data set among those that are loaded together."""
+    tools: tuple[ChatMessage, ...] = ()
+    """OpenAI's function schemas, which its prompt tells the model of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,7 +161,10 @@ class _RowReader:
         if not self._columns.are_in(tuple(row), where):
             return None
         row, problems = _split_answer(self._columns.ours(row)), list[tuple[str, str]]()
-        prompt = _read_prompt(row["prompt"], problems)
+        said = {name: row.get(name) for name in ("prompt", "tools")}
+        if self._unit == "row":
+            said = {name: without_nulls(value) for name, value in said.items()}
+        prompt, tools = _read_prompt(said["prompt"], problems), read_tools(said["tools"], problems)
         data_source = row.get("data_source", self._source)
         if not isinstance(data_source, str):
             problems.append(("data_source", f"expected text, found {found(data_source)}"))
@@ -189,6 +186,7 @@ class _RowReader:
             ability=sys.intern(ability),
             ground_truth=ground_truth,
             extra_info=cast("dict[str, Any]", extra_info),
+            tools=tools,
         )
 
     def _read_ground_truth(self, number: int, data_source: str, row: Row, problems: list[tuple[str, str]]) -> JSONValue:
@@ -232,65 +230,11 @@ def _split_answer(row: Row) -> Row:
 
 
 def _read_prompt(value: object, problems: list[tuple[str, str]]) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        if not value.strip():
-            problems.append(("prompt", no_text(value)))
-        elif value.lstrip().startswith(("[{", "{")) and '"role"' in value:
-            problems.append(("prompt", f"expected a list of messages, found the same written as {found(value)}"))
-        return (Message("user", value),)
-    if not isinstance(value, list) or not value:
-        problems.append(("prompt", f"expected a list of messages or text, found {found(value)}"))
-        return ()
-    values = cast("list[object]", value)
-    messages: list[Message] = []
-    for index, entry in enumerate(values):
-        problem = message_problem(entry)
-        if problem is not None:
-            part, text = problem
-            problems.append((f"prompt[{index}]{part}", text))
-        else:
-            fields = cast("dict[str, str]", entry)
-            messages.append(Message(cast("Role", sys.intern(fields["role"])), fields["content"]))
-    if len(messages) == len(values) and messages[-1].role == "assistant":
+    num, messages = len(problems), read_messages(value, "prompt", "user", problems)
+    if len(problems) == num and messages[-1].role == "assistant":
         last = len(messages) - 1
         problems.append((f"prompt[{last}].role", "expected the prompt to end before the answer, found 'assistant'"))
-    return tuple(messages)
-
-
-def message_problem(message: object) -> tuple[str, str] | None:
-    """Return which part of a message is wrong, and how."""
-    if not isinstance(message, dict):
-        return "", f"expected an object with 'role' and 'content', found {found(message)}"
-    fields = cast("dict[str, object]", message)
-    calls = next((name for name in ("tool_calls", "function_call") if fields.get(name)), None)
-    return _field_problem(fields) if calls is None else (f".{calls}", _CALLS)
-
-
-_CALLS = (
-    "found calls of tools, which are not read yet; expected them written out in 'content', as the model is to say "
-    "them; or leave such rows out (on_bad_row=drop with their data set)"
-)
-
-
-def _field_problem(fields: Mapping[str, object]) -> tuple[str, str] | None:
-    for name in ("role", "content"):
-        if name not in fields:
-            return "", f"expected '{name}'{suggestion(name, list(fields)) or f', found {found(fields)}'}"
-        if not isinstance(fields[name], str):
-            return f".{name}", f"expected text, found {found(fields[name])}"
-    role, content = cast("str", fields["role"]), cast("str", fields["content"])
-    if role not in ROLES:
-        return ".role", f"expected one of {', '.join(ROLES)}, found {role!r}{suggestion(role.lower(), ROLES)}"
-    if not content.strip() and role != "system":  # many data sets have an empty one in every row
-        return ".content", no_text(content)
-    # A chat template may show these; dropped in silence, the prompt would be another one.
-    strangers = [name for name, field in fields.items() if name not in ("role", "content") and field is not None]
-    return (f".{strangers[0]}", "expected only 'role' and 'content' in a message") if strangers else None
-
-
-def no_text(text: str) -> str:
-    """Say what a text without anything to read is."""
-    return f"expected text, found {'only blanks' if text else 'empty text'}"
+    return messages
 
 
 def _is_finite(value: JSONValue) -> bool:

@@ -18,26 +18,18 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
+from rallypoint.data.chat_text import chat_text, left_out, written
 from rallypoint.data.legible import control_tokens
-from rallypoint.data.template import (
-    MEND_TEMPLATE,
-    TemplateProbe,
-    check_arguments,
-    left_out,
-    special_ids,
-    template_errors,
-)
-from rallypoint.data.tool_formats import calls_of, with_arguments
+from rallypoint.data.messages import ChatMessage, calls_of
+from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, special_ids
 from rallypoint.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ChatMessage: TypeAlias = Mapping[str, object]
-"""A message as OpenAI's API has it: `role`, `content`, and `tool_calls`, `tool_call_id` or `name`."""
 _NEW = "probe8"
 
 
@@ -133,14 +125,15 @@ class Dialogue:
         stand_ins = [*_stand_ins(self.messages[-1], messages, mark)]
         for history, stand_in in itertools.product(histories, stand_ins):
             try:
-                text = _written(self.tokenizer, [*history, stand_in, *messages], self.tools)
+                text = written(self.tokenizer, [*history, stand_in, *messages], self.tools)
             except ModelError as error:
                 refusal = str(error)
                 continue
             if mark not in text:
                 continue
             behind = mark + text.rpartition(mark)[2]
-            _check_whole(messages, behind)
+            if (problem := left_out(messages, behind)) is not None:
+                raise ModelError(f"{problem}; {MEND_TEMPLATE}")
             ids = _encode(self.tokenizer, behind)
             end = next((place for place, token in enumerate(ids) if token in borders.ends), None)
             if end is not None:
@@ -165,9 +158,7 @@ class _Borders:
         special, stops = special_ids(tokenizer), frozenset(stop_tokens)
         closing, own = {TemplateProbe.of(tokenizer).end} - {None}, list[int]()
         try:
-            text = _written(
-                tokenizer, [_message("user", "0"), _message("assistant", "mark7"), _message("user", _NEW)], ()
-            )
+            text = written(tokenizer, [_message("user", "0"), _message("assistant", "mark7"), _message("user", _NEW)])
         except ModelError:
             text = ""
         before, _, behind = text.rpartition("mark7")[2].partition(_NEW)
@@ -205,79 +196,17 @@ def _message(role: str, content: str) -> ChatMessage:
     return {"role": role, "content": content}
 
 
-def chat_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[ChatMessage] = (),
-    arguments: Mapping[str, object] | None = None,
-) -> str:
-    """Return messages in the chat template, with the cue for the assistant.
-
-    Args:
-        tokenizer: has the template.
-        messages: all of the conversation.
-        tools: OpenAI's function schemas.
-        arguments: of the template, by name.
-
-    Raises:
-        ModelError: they do not fit it, a message is not in what it writes, or it reads no such argument.
-    """
-    if arguments:
-        check_arguments(tokenizer, arguments, "chat_template_kwargs", "the chat template")
-    text = _written(tokenizer, messages, tools, arguments)
-    _check_whole(messages, text)
-    for tool in tools:
-        name = cast("Mapping[str, object]", tool.get("function") or tool).get("name")
-        if str(name) not in text:
-            raise ModelError(f"the chat template does not tell the model of the tool {name!r}; {MEND_TEMPLATE}")
-    return text
-
-
-def _written(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[ChatMessage],
-    arguments: Mapping[str, object] | None = None,
-) -> str:
-    schemas = [dict(tool) for tool in tools] or None
-    for as_text in (False, True):  # some templates want the arguments of calls as text
-        given = [with_arguments(message, as_text=as_text) for message in messages]
-        try:
-            return cast(
-                "str",
-                tokenizer.apply_chat_template(
-                    given,  # pyright: ignore[reportArgumentType]
-                    tools=schemas,  # pyright: ignore[reportArgumentType]
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **(arguments or {}),  # pyright: ignore[reportArgumentType]
-                ),
-            )
-        except template_errors() as error:
-            if as_text or not any(message.get("tool_calls") for message in messages):
-                raise ModelError(f"the messages do not fit the model's chat template: {error}") from None
-    raise AssertionError("the last one returns or raises")
-
-
-def _check_whole(messages: Sequence[ChatMessage], text: str) -> None:
-    if (problem := left_out(_texts(messages), text)) is not None:
-        raise ModelError(f"{problem}; {MEND_TEMPLATE}")
-
-
 def _check_no_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]) -> None:
     """Refuse messages that would write the end of a message, or another one, such as what a tool has read somewhere."""
     control = control_tokens(tokenizer)
-    for index, one in enumerate(_texts(messages)):
+    for index, one in enumerate(messages):
+        said = str(one.get("content") or "")
         # What the policy says is its own, and is encoded only where somebody goes back in the conversation.
-        if one["role"] != "assistant" and control is not None and (found := control.search(one["content"])):
+        if one["role"] != "assistant" and control is not None and (found := control.search(said)):
             raise ModelError(
                 f"the text of message {index} ({one['role']}) has {found.group()!r}, which is a control token of the "
                 "tokenizer: it would end the message or begin another one; take it out, or write it in another way"
             )
-
-
-def _texts(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    return [{"role": str(one["role"]), "content": str(one.get("content") or "")} for one in messages]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

@@ -53,8 +53,6 @@ class EncodedRows:
     """Names of the examples of which the template leaves out a part of a trained turn, one for each such turn."""
     misaligned: tuple[str, ...] = ()
     """Names of the examples of which a turn begins with other tokens than a model that is asked for it would see."""
-    with_tools: tuple[str, ...] = ()
-    """Names of the examples that have tools, of which the template is not told."""
 
     def __len__(self) -> int:
         return len(self.names)

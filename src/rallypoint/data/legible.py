@@ -16,6 +16,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from rallypoint.data.chat_text import written
+from rallypoint.data.messages import ChatMessage, schemas_text, whole_text
 from rallypoint.data.template import template_errors
 
 if TYPE_CHECKING:
@@ -55,48 +57,61 @@ class Legibility:
         return dataclasses.replace(self, lost=self.lost | _lost_characters(self.tokenizer, new), known=self.known | new)
 
     def problem(
-        self, conversation: Sequence[dict[str, str]], ids: Sequence[int], *, in_words: bool = True
+        self,
+        conversation: Sequence[ChatMessage],
+        ids: Sequence[int],
+        tools: Sequence[ChatMessage] = (),
+        *,
+        in_words: bool = True,
     ) -> str | None:
         """Return what the token ids of a conversation in the chat template do not represent; None if nothing.
 
         Args:
             conversation: messages.
             ids: of its tokens.
+            tools: function schemas that it begins with.
             in_words: whether the text of the problem is needed; False is faster.
         """
-        return self._written_control_token(conversation) or self._illegible(conversation, ids, in_words)
+        texts = [*map(whole_text, conversation), schemas_text(tools)]
+        return self._written_control_token(texts) or self._illegible(conversation, ids, tools, texts, in_words)
 
-    def _written_control_token(self, conversation: Sequence[dict[str, str]]) -> str | None:
-        for index, message in enumerate(conversation):
-            if self.control is not None and (match := self.control.search(message["content"])):
+    def _written_control_token(self, texts: Sequence[str]) -> str | None:
+        for index, text in enumerate(texts):
+            if self.control is not None and (match := self.control.search(text)):
+                where = "the text of the tools" if text is texts[-1] else f"the text of message {index}"
                 return (
-                    f"the text of message {index} has {match.group()!r}, which is a control token of the tokenizer: it "
+                    f"{where} has {match.group()!r}, which is a control token of the tokenizer: it "
                     "would end the message or begin another one; take it out, or, if the text is in the chat template "
                     "already, give its messages instead"
                 )
         return None
 
-    def _illegible(self, conversation: Sequence[dict[str, str]], ids: Sequence[int], in_words: bool) -> str | None:
+    def _illegible(
+        self,
+        conversation: Sequence[ChatMessage],
+        ids: Sequence[int],
+        tools: Sequence[ChatMessage],
+        texts: Sequence[str],
+        in_words: bool,
+    ) -> str | None:
         remedy = "use a model whose tokenizer knows them, or leave the row out"
         has_unknown = not self.unknown.keys().isdisjoint(ids)
         if has_unknown and not in_words:
             return remedy
-        if has_unknown and (unknown := self._unknown_parts(conversation)):
+        if has_unknown and (unknown := self._unknown_parts(conversation, tools)):
             name = next(iter(self.unknown.values()))
             return (
                 f"the tokenizer knows no token for {_listed(unknown)}: {len(unknown)} of the prompt's {len(ids)} "
                 f"tokens are {name}; {remedy}"
             )
-        if lost := [c for message in conversation for c in message["content"] if c in self.lost]:
+        if lost := [c for text in texts for c in text if c in self.lost]:
             name = type(self.tokenizer).__name__
             return f"the tokenizer ({name}) leaves out {_listed(lost)}, which the model would never see; {remedy}"
         return None
 
-    def _unknown_parts(self, conversation: Sequence[dict[str, str]]) -> list[str]:
+    def _unknown_parts(self, conversation: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> list[str]:
         """Return the parts of a prompt's text that are unknown tokens."""
-        text = cast(
-            "str", self.tokenizer.apply_chat_template(list(conversation), add_generation_prompt=True, tokenize=False)
-        )
+        text = written(self.tokenizer, conversation, tools)
         if not self.tokenizer.is_fast:  # it does not say where in the text its tokens are
             each = [(character, self.tokenizer.encode(character, add_special_tokens=False)) for character in text]
             return [character for character, ids in each if not self.unknown.keys().isdisjoint(ids)]

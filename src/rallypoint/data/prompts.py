@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
+from rallypoint.data.chat_text import chat_texts
 from rallypoint.data.dataset import Example
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.template import cued_texts
+from rallypoint.data.messages import ChatMessage, schemas_text, whole_text
 from rallypoint.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def encode_prompts(
             that is a control token; or none is left. All such examples are named together.
     """
     problems = Problems()
-    legibility = Legibility.of(tokenizer, (message.content for example in examples for message in example.prompt))
+    legibility = Legibility.of(tokenizer, texts_of(examples))
     kept: list[tuple[tuple[int, ...], Example]] = []
     dropped, truncated = list[str](), list[str]()
     if on_too_long != "truncate":
@@ -102,7 +103,7 @@ def encode_prompts(
             problems.add(f"{example.name}: the chat template makes no token of the prompt")
         elif len(ids) > max_prompt_tokens and on_too_long == "drop":
             dropped.append(example.name)
-        elif problem := legibility.problem(_conversation(example), ids, in_words=problems.has_room):
+        elif problem := legibility.problem(_conversation(example), ids, example.tools, in_words=problems.has_room):
             problems.add(f"{example.name}: {problem}")
         elif unknown is not None:
             problems.add(
@@ -139,7 +140,7 @@ def encode_legible(
     encoded = {id(example): ids for example, ids in _encode(tokenizer, examples, Problems())}
 
     def is_good(example: Example, ids: tuple[int, ...]) -> bool:
-        return bool(ids) and legibility.problem(_conversation(example), ids, in_words=False) is None
+        return bool(ids) and legibility.problem(_conversation(example), ids, example.tools, in_words=False) is None
 
     found = [(example, encoded.get(id(example), ())) for example in examples]
     return [ids if is_good(example, ids) else None for example, ids in found]
@@ -149,7 +150,7 @@ def _without_huge(examples: Sequence[Example], max_prompt_tokens: int, fate: lis
     """Leave out the prompts that are too long by their characters alone; their names, or problems, go to `fate`."""
     kept, most = list[Example](), _CHARACTERS_PER_TOKEN * max_prompt_tokens
     for example in examples:
-        size = sum(len(message.content) for message in example.prompt)
+        size = sum(map(len, texts_of([example])))
         if size <= most:
             kept.append(example)
         elif isinstance(fate, list):
@@ -168,7 +169,8 @@ def _encode(
     for start in range(0, len(examples), _PROMPTS_PER_CALL):
         part = examples[start : start + _PROMPTS_PER_CALL]
         texts, fitting = list[str](), list[Example]()
-        for example, found in zip(part, cued_texts(tokenizer, [*map(_conversation, part)]), strict=True):
+        given = [(_conversation(example), example.tools) for example in part]
+        for example, found in zip(part, chat_texts(tokenizer, given), strict=True):
             if isinstance(found, ModelError):
                 problems.add(f"{example.name}: {found}")
             else:
@@ -178,6 +180,13 @@ def _encode(
         yield from ((example, tuple(row)) for example, row in zip(fitting, rows, strict=True))
 
 
-def _conversation(example: Example) -> list[dict[str, str]]:
+def _conversation(example: Example) -> list[ChatMessage]:
     """Return a prompt as chat templates take it."""
-    return [{"role": message.role, "content": message.content} for message in example.prompt]
+    return [message.fields for message in example.prompt]
+
+
+def texts_of(examples: Sequence[Example]) -> Iterator[str]:
+    """Yield everything that is said in prompts, and of their tools."""
+    for example in examples:
+        yield from (whole_text(message.fields) for message in example.prompt)
+    yield from {id(example.tools): schemas_text(example.tools) for example in examples}.values()

@@ -14,16 +14,17 @@ with its last trained token.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rallypoint.data.chat_text import TurnFinder
 from rallypoint.data.conversations import Conversation, Conversations, Turns
 from rallypoint.data.encoded_rows import EncodedRows, Written
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
-from rallypoint.data.template import MEND_TEMPLATE, left_out, special_ids, template_errors
+from rallypoint.data.template import special_ids, template_errors
 from rallypoint.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PER_CALL = 1024
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What a template says that its author has marked the assistant's turns with."""
 
 
 def encode_rows(
@@ -60,20 +59,20 @@ def encode_rows(
     Raises:
         DataError: all examples with a problem together; or none is left.
     """
-    problems, writer = Problems(), _Writer(tokenizer, frozenset(stop_tokens))
+    bad, writer = _Bad(conversations.may_drop, list(conversations.bad)), _Writer(tokenizer, frozenset(stop_tokens))
     legibility = Legibility.of(tokenizer, conversations.texts)
     most = max_row_tokens if on_too_long == "truncate" else None
     kept: list[Written] = []
-    names, dropped, truncated, bad = list[str](), list[str](), list[str](), list(conversations.bad)
-    for name, rows, written in _written(writer, conversations, problems):
+    names, dropped, truncated = list[str](), list[str](), list[str]()
+    for name, rows, written in _written(writer, conversations, bad):
         longest = max(len(ids) for ids, _ in written)
         cut = [(ids[:most], trained[:most]) for ids, trained in written]
         problem = _problem(rows, written, cut, legibility, num_ids)
-        if problem is not None and name in conversations.may_drop:
-            bad.append(f"{name} ({problem})")
+        if problem is not None:
+            bad.add(name, problem)
             continue
-        if problem := problem or (_misfit(written, max_row_tokens) if on_too_long == "error" else None):
-            problems.add(f"{name}: {problem}")
+        if on_too_long == "error" and (problem := _misfit(written, max_row_tokens)):
+            bad.problems.add(f"{name}: {problem}")
             continue
         if (longest > max_row_tokens and on_too_long == "drop") or not all(trained.any() for _, trained in cut):
             dropped.append(name)
@@ -81,9 +80,9 @@ def encode_rows(
         names.append(name)
         kept += cut
         truncated += [name] * (longest > max_row_tokens)
-    problems.raise_any()
+    bad.problems.raise_any()
     if not kept and not may_be_empty:
-        raise _none_left(dropped, bad, max_row_tokens)
+        raise _none_left(dropped, bad.left_out, max_row_tokens)
     return EncodedRows(
         *_joined(kept),
         names=tuple(names),
@@ -91,11 +90,29 @@ def encode_rows(
         dropped=tuple(dropped),
         truncated=tuple(truncated),
         is_part=conversations.is_part,
-        bad=tuple(bad),
+        bad=tuple(bad.left_out),
         shortened=tuple(writer.shortened),
         misaligned=tuple(writer.misaligned),
-        with_tools=conversations.with_tools,
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bad:
+    """Examples that cannot be used."""
+
+    may_drop: Set[str]
+    """Names of those that are left out if so."""
+    left_out: list[str]
+    """Those that were, each with the reason."""
+    problems: Problems = dataclasses.field(default_factory=Problems)
+    """What is wrong with the others."""
+
+    def add(self, name: str, problem: str) -> None:
+        """Take one that cannot be used."""
+        if name in self.may_drop:
+            self.left_out.append(f"{name} ({problem})")
+        else:
+            self.problems.add(f"{name}: {problem}")
 
 
 def _joined(rows: Sequence[Written]) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
@@ -148,7 +165,7 @@ def _problem(
 def _problem_of_row(
     row: Conversation, ids: NDArray[np.int32], legibility: Legibility, num_ids: int | None
 ) -> str | None:
-    if problem := legibility.problem(_as_template_takes(row), ids.tolist()):
+    if problem := legibility.problem([one.fields for one in row.messages], ids.tolist(), row.tools):
         return problem
     if num_ids is not None and int(ids.max()) >= num_ids:
         place = int((ids >= num_ids).argmax())
@@ -160,7 +177,7 @@ def _problem_of_row(
 
 
 def _written(
-    writer: _Writer, conversations: Conversations, problems: Problems
+    writer: _Writer, conversations: Conversations, bad: _Bad
 ) -> Iterator[tuple[str, tuple[Conversation, ...], Sequence[Written]]]:
     """Yield every example that fits the template: its name, its conversations, and what they were written as."""
     for start in range(0, len(conversations.names), _PER_CALL):
@@ -170,24 +187,21 @@ def _written(
             try:
                 spans.append((name, rows, [writer.turns(row) for row in rows]))
             except template_errors() as error:
-                problems.add(f"{name}: it does not fit the chat template: {error}")
+                bad.add(name, f"it does not fit the chat template: {error}")
         encoded = iter(writer.encode([turns for _, _, each in spans for turns in each]))
         for name, rows, each in spans:
             found, fits = zip(*(next(encoded) for _ in each), strict=True)
             wrong = next((problem for problem in found if isinstance(problem, str)), None)
             if wrong is not None:
-                problems.add(f"{name}: {wrong}")
+                bad.add(name, wrong)
             else:
                 writer.shortened += [name] * sum(turns.num_shortened for turns in each)
                 writer.misaligned += [] if all(fits) else [name]
                 yield name, rows, cast("Sequence[Written]", found)
 
 
-_MARK_THEM = "mark the assistant's turns in the template with {% generation %} and {% endgeneration %}"
-
-
 class _Writer:
-    """Writes conversations, and finds the turns of the assistant in them."""
+    """Writes conversations as token ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: frozenset[int]) -> None:
         self._tokenizer, self._stops = tokenizer, stop_tokens
@@ -195,58 +209,13 @@ class _Writer:
         """See `EncodedRows.shortened`."""
         self.misaligned: list[str] = []
         """See `EncodedRows.misaligned`."""
-        self._is_marked = bool(_MARKED.search(str(tokenizer.chat_template)))
+        self._finder = TurnFinder(tokenizer)
+        self.turns, self._is_marked = self._finder.turns, self._finder.is_marked
         if not tokenizer.is_fast:
             raise DataError(
                 "the tokenizer does not say where in a text its tokens are (it is not a fast one), so that the turns "
                 "of the assistant cannot be found; save it as tokenizer.json"
             )
-
-    def turns(self, row: Conversation) -> Turns:
-        """Write a conversation.
-
-        Raises:
-            ValueError: a message is not in the text, there is nothing before a turn, or the template writes it in
-                another way when an answer is asked for.
-        """
-        messages = _as_template_takes(row)
-        if self._is_marked:
-            begin = len(self._text(messages[: row.first_trained], cue=True)) if row.first_trained else 0
-            text, marked = _render_marked(self._tokenizer, messages)
-            _check_whole(messages, text)
-            spans = tuple(span for span in marked if span[0] >= begin)
-            return Turns(row, text, spans, self._cues(row, text))
-        text, starts = self._text(messages, cue=False), list[int]()
-        _check_whole(messages, text)
-        for index, message in enumerate(row.messages):
-            if message.role != "assistant" or index < row.first_trained:
-                continue
-            if index == 0:
-                raise ValueError(
-                    "it begins with the assistant, and a template writes the cue of a turn behind another one; put a "
-                    f"turn of the user or the system before it, or {_MARK_THEM}"
-                )
-            before = self._text(messages[:index], cue=True)
-            if not text.startswith(before):
-                raise ValueError(
-                    f"what is before message {index} is written in another way when an answer is asked for, so that it "
-                    f"cannot be found where the turn begins; {_MARK_THEM}"
-                )
-            starts.append(len(before))
-        return Turns(row, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)), tuple(starts))
-
-    def _cues(self, row: Conversation, text: str) -> tuple[int, ...]:
-        """Return where the cues end of the turns that a marked template writes; -1 for one that is not in the text."""
-        messages, cues = _as_template_takes(row), list[int]()
-        for index in range(max(1, row.first_trained), len(messages)):
-            if messages[index]["role"] != "assistant":
-                continue
-            try:
-                before = self._text(messages[:index], cue=True)
-            except template_errors():  # so that no model can be asked here
-                continue
-            cues.append(len(before) if text.startswith(before) else -1)
-        return tuple(cues)
 
     def encode(self, rows: Sequence[Turns]) -> Iterator[tuple[Written | str, bool]]:
         """Yield the ids of each row and which are trained, to its last trained one; or what is wrong.
@@ -269,7 +238,7 @@ class _Writer:
                 # Several marks may make a turn, of which the last one has its end.
                 is_end = not self._is_marked or (turn == len(turns) - 1 and first < last)
                 if is_end and not ends:
-                    problem = self._unended(row.row, row.trained[-1 if self._is_marked else turn])
+                    problem = self._unended(row, row.trained[-1 if self._is_marked else turn])
                     break
                 trained[first : last if self._is_marked else ends[0] + 1] = True
             trained[:1] = False  # nothing precedes it
@@ -324,9 +293,9 @@ class _Writer:
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _unended(self, row: Conversation, index: int) -> str:
+    def _unended(self, turns: Turns, index: int) -> str:
         """Say that a turn does not end with a token that ends a response, and what makes it so."""
-        turn, special = self._alone(row, index), special_ids(self._tokenizer)
+        turn, special = self._finder.alone(turns, index), special_ids(self._tokenizer)
         ids = cast("list[int]", self._tokenizer(turn, add_special_tokens=False)["input_ids"])
         last = next((token for token in reversed(ids) if token in special), None)
         never = "a model trained on it would never end its answer"
@@ -350,47 +319,5 @@ class _Writer:
             "in a template of your own, and set model.tokenizer.chat_template=FILE"
         )
 
-    def _alone(self, row: Conversation, index: int) -> str:
-        """Return what the template writes for one turn of the assistant, without what follows."""
-        messages = _as_template_takes(row)
-        if self._is_marked:
-            text, marked = _render_marked(self._tokenizer, messages[: index + 1])
-            return text[marked[-1][0] :] if marked else text
-        begin = len(self._text(messages[:index], cue=True))
-        return self._text(messages[: index + 1], cue=False)[begin:]
-
     def _named(self, *tokens: int) -> str:
         return ", ".join(repr(str(self._tokenizer.decode([token]))) for token in tokens)
-
-    def _text(self, messages: list[dict[str, str]], *, cue: bool) -> str:
-        written = self._tokenizer.apply_chat_template(messages, add_generation_prompt=cue, tokenize=False)
-        return cast("str", written)
-
-
-def _render_marked(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text, and where the template says that the assistant speaks."""
-    from transformers.utils import chat_template_utils
-
-    render = cast(
-        "Callable[..., tuple[list[str], list[list[tuple[int, int]]]]]", chat_template_utils.render_jinja_template
-    )
-    texts, marked = render(
-        conversations=[messages],
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    return texts[0], marked[0]
-
-
-def _check_whole(messages: list[dict[str, str]], text: str) -> None:
-    # What an answer loses is counted; see `num_shortened`.
-    others = [one if one["role"] != "assistant" else {**one, "content": ""} for one in messages]
-    if (problem := left_out(others, text)) is not None:
-        raise ValueError(f"{problem}; {MEND_TEMPLATE}")
-
-
-def _as_template_takes(row: Conversation) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in row.messages]

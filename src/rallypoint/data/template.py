@@ -35,7 +35,6 @@ _AS_PARTS = (
 )
 """What lets a template that reads lists of parts read text; trim_blocks takes the line break away again."""
 _PROBE = "probe7"
-_CLOSING = re.compile(r"</\w+>")
 MEND_TEMPLATE = "give a template of your own with model.tokenizer.chat_template=FILE"
 
 
@@ -154,60 +153,6 @@ def hold_clock(tokenizer: PreTrainedTokenizerBase, now: Callable[[], datetime] =
     moment = now().isoformat(timespec="seconds")
     complete_template(tokenizer, "the tokenizer", {CLOCK: moment})
     return moment
-
-
-def cued_texts(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping[str, str]]]
-) -> list[str | ModelError]:
-    """Return each conversation in the chat template, with the cue for the assistant, written in one call.
-
-    A conversation that does not fit the template, or a message of which is not in what that writes, has its error.
-    """
-    try:
-        given = [list(conversation) for conversation in conversations]
-        written = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)  # pyright: ignore[reportArgumentType]
-    except template_errors() as error:
-        if len(conversations) > 1:  # the others are written beside the one that does not fit
-            return [found for one in conversations for found in cued_texts(tokenizer, [one])]
-        return [ModelError(f"the messages do not fit the model's chat template: {error}")]
-    pairs = zip(cast("list[str]", written), conversations, strict=True)
-    found = [(text, left_out(conversation, text)) for text, conversation in pairs]
-    return [text if lost is None else ModelError(f"{lost}; {MEND_TEMPLATE}") for text, lost in found]
-
-
-def cued_text(tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Mapping[str, str]]) -> str:
-    """Return a conversation in the chat template, with the cue for the assistant.
-
-    Raises:
-        ModelError: it does not fit the template, or a message is not in what that writes.
-    """
-    (found,) = cued_texts(tokenizer, [conversation])
-    if isinstance(found, ModelError):
-        raise found
-    return found
-
-
-def left_out(conversation: Sequence[Mapping[str, str]], text: str) -> str | None:
-    """Return what a text in the chat template has lost of its messages, in words; None if nothing.
-
-    Blanks do not count, nor does what precedes the last word of an answer: many templates leave out its reasoning. What
-    a tool says may be written in JSON.
-
-    >>> left_out([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}], "<user>2 +  2")
-    "the chat template leaves out the text of message 0 (system), 'Be brief.'"
-    """
-    dense = ""
-    for index, message in enumerate(conversation):
-        said = message["content"].strip()
-        if message["role"] == "assistant":
-            said = "".join(_CLOSING.split(said)[-1].split()[-1:])
-        if said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text:
-            continue
-        dense = dense or "".join(text.split())
-        if "".join(said.split()) not in dense:
-            shown = said if len(said) <= 40 else f"{said[:40]}..."
-            return f"the chat template leaves out the text of message {index} ({message['role']}), {shown!r}"
-    return None
 
 
 def template_errors() -> tuple[type[Exception], ...]:

@@ -12,11 +12,14 @@ malformed, and its text stays in the content.
 | `mistral` | Mistral                | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`                         |
 |           | Devstral, Ministral    | `[TOOL_CALLS]f[ARGS]{"a": 1}`                                                |
 | `harmony` | gpt-oss                | `<\|channel\|>commentary to=functions.f<\|message\|>{"a": 1}`                |
+| `gemma`   | Gemma 4                | `<\|tool_call>call:f{a:1,b:<\|"\|>text<\|"\|>}<tool_call\|>`                  |
+| `deepseek`| DeepSeek V3, R1        | a line with the name behind `<｜tool▁sep｜>`, then JSON in a fence              |
+|           | DeepSeek V3.1          | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`               |
+| `kimi`    | Kimi K2                | `<\|tool_call_begin\|>functions.f:0<\|tool_call_argument_begin\|>{"a": 1}`     |
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -27,16 +30,7 @@ from rallypoint.data.files import found
 
 Call: TypeAlias = tuple[str, dict[str, object]]
 """Name of a tool, and its arguments."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallMessage:
-    """A call in a message."""
-
-    id: object
-    name: object
-    arguments: object
-    """What their JSON says, or the text if it is none."""
+_BARE_KEY = re.compile(r"([{,]\s*)([^\s\"\\{}\[\],:]+)\s*:")
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,37 +43,13 @@ class Said:
     malformed: list[str] = dataclasses.field(default_factory=list[str])
     """What is wrong with each call that could not be read."""
     reasoning: str | None = None
+    ids: list[str] = dataclasses.field(default_factory=list[str])
+    """Those of the calls that were read, in a format in which models write them."""
 
 
 Types: TypeAlias = Mapping[tuple[str, str], frozenset[str]]
 """Tool and parameter -> the JSON types that it may have."""
 ToolFormat: TypeAlias = Callable[[str, Types], Said]
-
-
-def calls_of(message: Mapping[str, object]) -> list[CallMessage]:
-    """Return the calls of a message as in OpenAI's API, or as templates take it.
-
-    >>> calls_of({"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}]})
-    [CallMessage(id='1', name='f', arguments={'a': 1})]
-    """
-    calls: list[CallMessage] = []
-    for call in map(_mapping, _listed(message.get("tool_calls") or [])):
-        function = _mapping(call.get("function") or call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append(CallMessage(call.get("id"), function.get("name"), arguments))
-    return calls
-
-
-def with_arguments(message: Mapping[str, object], *, as_text: bool) -> dict[str, object]:
-    """Return a message with the arguments of its calls as text in JSON, or as what that says."""
-    calls: list[object] = []
-    for call in calls_of(message):
-        arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
-        calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def format_of(template: str) -> ToolFormat:
@@ -92,6 +62,9 @@ def format_of(template: str) -> ToolFormat:
         return mistral
     if "<|channel|>" in template and "<|start|>" in template:
         return harmony
+    marked = {"<|tool_call>": gemma, "<｜tool▁call▁begin｜>": deepseek, "<|tool_call_begin|>": kimi}
+    if (found := next((mark for mark in marked if mark in template), None)) is not None:
+        return marked[found]
     if "<tool_call>" not in template and re.search(r"""\\?["']parameters\\?["']: """, template):
         return llama
     return tagged
@@ -103,9 +76,14 @@ def beginnings(form: ToolFormat, *, has_tools: bool) -> tuple[str, ...]:
         return ("",)  # what comes before a header is not said
     if not has_tools:
         return ()
-    if form is llama:
-        return "{", "<|python_tag|>"
-    return ("[TOOL_CALLS]",) if form is mistral else ("<tool_call>",)
+    marks: dict[ToolFormat, tuple[str, ...]] = {
+        llama: ("{", "<|python_tag|>"),
+        mistral: ("[TOOL_CALLS]",),
+        gemma: ("<|tool_call>",),
+        deepseek: ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        kimi: ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    }
+    return marks.get(form, ("<tool_call>",))
 
 
 def types_of(tools: Sequence[Mapping[str, object]]) -> dict[tuple[str, str], frozenset[str]]:
@@ -126,21 +104,9 @@ def tagged(text: str, types: Types) -> Said:
     """Read calls in `<tool_call>` tags: JSON, `<function=...>`, or `<arg_key>`.
 
     >>> tagged('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {})
-    Said(content='Let me see. ', calls=[('add', {'a': 1})], malformed=[], reasoning=None)
+    Said(content='Let me see. ', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=[])
     """
-    said = Said("")
-    for number, part in enumerate(re.split(r"<tool_call>", text)):
-        if number == 0:
-            said.content = part
-            continue
-        block, closing, rest = part.partition("</tool_call>")
-        try:
-            said.calls.append(_read_block(block.strip(), types))
-        except _NoCallError as error:
-            said.malformed.append(str(error) if closing else f"{error}; it has no </tool_call>")
-            rest = f"<tool_call>{part}"
-        said.content += rest if rest.strip() else ""
-    return said
+    return _in_blocks(text, "<tool_call>", "</tool_call>", lambda block: _read_block(block, types))
 
 
 def llama(text: str, _: Types) -> Said:
@@ -181,7 +147,7 @@ def harmony(text: str, _: Types) -> Said:
 
     >>> harmony('<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary'
     ...         ' <|constrain|>json<|message|>{"a": 1}', {})
-    Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning='Hm.')
+    Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning='Hm.', ids=[])
     """
     said = Said("")
     for part in re.split(r"<\|(?:end|call|return)\|>", text):
@@ -202,6 +168,65 @@ def harmony(text: str, _: Types) -> Said:
     return said
 
 
+def gemma(text: str, _: Types) -> Said:
+    """Read calls whose arguments are JSON but for keys, which have no quotes, and texts, whose quotes are tokens.
+
+    >>> gemma('<|tool_call>call:add{a:1,to:<|"|>me<|"|>}<tool_call|>', {}).calls
+    [('add', {'a': 1, 'to': 'me'})]
+    """
+
+    def read(block: str) -> Call:
+        if (call := re.fullmatch(r"call:\s*([^\s{]+)\s*(\{.*)", block, re.DOTALL)) is None:
+            raise _NoCallError(f"expected call:NAME{{...}}, found {block[:40]!r}")
+        parts = call[2].split('<|"|>')
+        parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part).replace("None", "null") for part in parts[::2]]
+        parts[1::2] = map(json.dumps, parts[1::2])
+        return call[1], _arguments("".join(parts), call[1])
+
+    return _in_blocks(text, "<|tool_call>", "<tool_call|>", read)
+
+
+def deepseek(text: str, _: Types) -> Said:
+    """Read calls between marks: a name and JSON, which has a line of its own in a fence in the older form.
+
+    >>> deepseek('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', {}).calls
+    [('add', {'a': 1})]
+    """
+
+    def read(block: str) -> Call:
+        name, is_there, given = block.partition("<｜tool▁sep｜>")
+        if not is_there:
+            raise _NoCallError(f"expected the name of a tool and <｜tool▁sep｜>, found {block[:40]!r}")
+        if (fenced := re.fullmatch(r"\s*(\S+)\s*```(?:json)?(.*?)(?:```\s*)?", given, re.DOTALL)) is not None:
+            name, given = fenced.groups()
+        return name.strip(), _arguments(given, name.strip())
+
+    text = re.sub("<｜tool▁calls▁(begin|end)｜>", "", text)
+    return _in_blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+
+
+def kimi(text: str, _: Types) -> Said:
+    """Read calls between marks: an id, which has the name and a number, and JSON.
+
+    >>> kimi('<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', {})
+    Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=['functions.add:0'])
+    """
+    ids = list[str]()
+
+    def read(block: str) -> Call:
+        key, is_there, given = block.partition("<|tool_call_argument_begin|>")
+        named = re.fullmatch(r"(?:functions\.)?(\S+?)(?::\d+)?", key.strip())
+        if named is None or not is_there:
+            raise _NoCallError(f"expected functions.NAME:0 and <|tool_call_argument_begin|>, found {block[:40]!r}")
+        call = named[1], _arguments(given, named[1])
+        ids.append(key.strip())
+        return call
+
+    text = re.sub(r"<\|tool_calls_section_(begin|end)\|>", "", text)
+    said = _in_blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>", read)
+    return dataclasses.replace(said, ids=ids)
+
+
 class _NoCallError(ValueError):
     """Something is no call; so do all below raise it that read one."""
 
@@ -212,6 +237,21 @@ def _read_all(text: str, read: Callable[[], list[Call]]) -> Said:
         return Said("", read())
     except _NoCallError as error:
         return Said(text, malformed=[str(error)])
+
+
+def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call]) -> Said:
+    """Return the calls of a text that stand between marks, and each is read for itself."""
+    content, *parts = text.split(opening)
+    said = Said(content)
+    for part in parts:
+        block, is_closed, rest = part.partition(closing)
+        try:
+            said.calls.append(read(block.strip()))
+        except _NoCallError as error:
+            said.malformed.append(str(error) if is_closed else f"{error}; it has no {closing}")
+            rest = opening + part
+        said.content += rest if rest.strip() else ""
+    return said
 
 
 def _read_block(block: str, types: Types) -> Call:

@@ -40,7 +40,6 @@ class Asking:
         rows, more, token_ids = self.rows, self.more, tuple(response)
         part = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
         sampled = rows.loss_mask[part]
-        messages = [{"role": each.role, "content": each.content} for each in example.prompt]
         return RewardCall(
             name=f"{example.name}, sample {int(rows.sample_index[row])}",
             data_source=example.data_source,
@@ -53,7 +52,7 @@ class Asking:
             sample=int(rows.sample_index[row]),
             tokens=tuple(self.token_texts(token_ids)) if "tokens" in more else (),
             logprobs=tuple(rows.rollout_logprobs[part][sampled].tolist()) if "logprobs" in more else (),
-            messages=tuple(messages) if "messages" in more else (),
+            messages=tuple(each.fields for each in example.prompt) if "messages" in more else (),
             turns=tuple(self._turns(row)) if "turns" in more else (),
             metrics=dict(self.rollouts[row].metrics) if self.rollouts else {},
         )

@@ -5,13 +5,11 @@ Owns: which of the messages of a call are new. Must not know: engines, rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from rallypoint.data import AnswerReader, ChatMessage, Dialogue, Message
+from rallypoint.data import AnswerReader, ChatMessage, Dialogue, Message, whole_text
 from rallypoint.data.files import found
-from rallypoint.data.tool_formats import calls_of
 from rallypoint.errors import EpisodeError, ModelError
 
 if TYPE_CHECKING:
@@ -30,9 +28,18 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         stop_tokens: Sequence[int],
         prompt: tuple[tuple[int, ...], Sequence[Message]],
+        tools: Sequence[ChatMessage] = (),
     ) -> None:
-        """Begin without messages; the prompt is given as tokens and as messages, the stop tokens end answers."""
+        """Begin without messages.
+
+        Args:
+            tokenizer: has the chat template.
+            stop_tokens: each of them ends an answer.
+            prompt: its tokens, and its messages.
+            tools: function schemas that the prompt tells the model of.
+        """
         self._tokenizer, self._stop_tokens, self._prompt = tokenizer, tuple(stop_tokens), prompt
+        self._tools = tuple(tools)
         self._dialogues: list[Dialogue] = []
         """Each of them ends with an answer; the newest is in front."""
 
@@ -43,7 +50,7 @@ class Chat:
 
         Args:
             messages: all of a conversation, or what is new after the last answer; none at first: those of the prompt.
-            tools: OpenAI's function schemas; None for those of the call before.
+            tools: OpenAI's function schemas; None for those of the call before, or of the prompt.
             is_whole: whether messages are all of a conversation; False: an answer in it, or a message of the system in
                 front, shows that they are.
 
@@ -52,7 +59,7 @@ class Chat:
         """
         given = [_checked(index, one) for index, one in enumerate(_listed(messages))]
         last = self._dialogues[0] if self._dialogues else None
-        tools = (last.tools if last else ()) if tools is None else tuple(tools)
+        tools = (last.tools if last else self._tools) if tools is None else tuple(tools)
         is_whole = is_whole or last is None or any(one["role"] == "assistant" for one in given)
         if last is not None and not given:
             raise EpisodeError("client.chat was given nothing new after the last answer; add what is to be answered")
@@ -86,25 +93,14 @@ class Chat:
                 return dialogue.continue_with(new)
         prompt, said = self._prompt
         own = [_checked(index, one) for index, one in enumerate(said)]
-        if not tools and messages in ([], own):  # its tokens may be cut, see data.on_too_long
-            return Dialogue(self._tokenizer, self._stop_tokens, tuple(own), prompt)
+        if tools == self._tools and messages in ([], own):  # its tokens may be cut, see data.on_too_long
+            return Dialogue(self._tokenizer, self._stop_tokens, tuple(own), prompt, tools)
         return Dialogue.begin(self._tokenizer, messages or own, tools, stop_tokens=self._stop_tokens)
 
 
 def said_in(asked: Dialogue) -> tuple[tuple[str, str], ...]:
     """Return role and text of each of its newest messages, for people."""
-    return tuple(map(_in_words, asked.messages[asked.num_old :]))
-
-
-def _in_words(message: ChatMessage) -> tuple[str, str]:
-    """Return role and text of a message; the text of calls is name and arguments.
-
-    >>> _in_words({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]})
-    ('assistant', 'f({"a": 1})')
-    """
-    called = [(one.name, json.dumps(one.arguments, ensure_ascii=False, default=str)) for one in calls_of(message)]
-    content = [str(message["content"])] if message.get("content") else []
-    return str(message["role"]), "\n".join([*content, *(f"{name}({arguments})" for name, arguments in called)])
+    return tuple((str(message["role"]), whole_text(message)) for message in asked.messages[asked.num_old :])
 
 
 def _listed(messages: object) -> Sequence[object]:
@@ -116,7 +112,7 @@ def _listed(messages: object) -> Sequence[object]:
 def _checked(index: int, message: object) -> ChatMessage:
     """Return a message as templates take it, or say what is wrong with it."""
     if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
+        return message.fields
     if not isinstance(message, Mapping):
         raise EpisodeError(f"client.chat: {_EXPECTED}, found {found(message)} as message {index}")
     fields = cast("Mapping[str, object]", message)

@@ -292,6 +292,6 @@ def _plural(name: str) -> str:
     return f"{name}s"
 
 
-def _prompt(messages: Sequence[Mapping[str, str]]) -> object:
+def _prompt(messages: Sequence[Mapping[str, Any]]) -> object:
     """Return the text of a prompt of one message, and the messages of any other."""
     return Conversation(messages[0]["content"], messages[0]["role"]) if len(messages) == 1 else list(messages)

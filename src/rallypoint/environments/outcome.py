@@ -81,8 +81,8 @@ class RewardCall:
     """The text of each token; this and what follows is left out if the function does not want it."""
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token, as sampled."""
-    messages: tuple[dict[str, str], ...] = ()
-    """The prompt: role and content of each message."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The prompt: role, content and what else each message has."""
     turns: tuple[TurnSaid, ...] = ()
     """The rollout turn by turn."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])

@@ -29,7 +29,7 @@ from pydantic.errors import PydanticUserError
 
 from rallypoint.data import ChatMessage, Message
 from rallypoint.data.legible import control_tokens
-from rallypoint.data.tool_formats import calls_of
+from rallypoint.data.messages import calls_of
 from rallypoint.errors import RallyError, RowFullError, UserCodeError, first_line
 from rallypoint.user_code import own_signature
 

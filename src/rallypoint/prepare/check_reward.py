@@ -345,6 +345,6 @@ def _call(
         ended=True,
         tokens=tuple(texts(token_ids)) if "tokens" in more else (),
         logprobs=(0.0,) * len(token_ids) if "logprobs" in more else (),
-        messages=tuple({"role": one.role, "content": one.content} for one in example.prompt),
+        messages=tuple(one.fields for one in example.prompt),
         turns=(said(bare_turn(encode(asked), token_ids), asked, text),) if "turns" in more else (),
     )

@@ -45,11 +45,6 @@ def say_fates(found: EncodedPrompts | EncodedRows, most: int, say: Callable[[str
             "break, makes one token with an answer, or the template writes it in another way; end the cue before the "
             "blank, and begin the turn of the assistant ({% generation %}) with it"
         )
-    if found.with_tools:
-        say(
-            f"{len(found.with_tools):,} examples have tools, which are not read: the chat template is told of none; "
-            f"the first is {found.with_tools[0]}"
-        )
 
 
 def repetitions(

@@ -90,7 +90,7 @@ class Agents:
         assert client.own_time is not None, "it has just begun"
         loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
         caller = functools.partial(_call, loop, client)
-        session = self._sessions.open(caller, client.params, client.prompt, example.prompt)
+        session = self._sessions.open(caller, client.params, client.prompt, example.prompt, example.tools)
         self._begun[session.key] = functools.partial(loop.call_soon_threadsafe, has_begun.set)
         address = f"{self._url}/sessions/{session.key}/v1"
         running = asyncio.wrap_future(self._pool.begin(AgentCall(example.name, address, session.key, example)))

@@ -18,7 +18,7 @@ from rallypoint.data import (
     EncodedPrompts,
     Example,
     TemplateProbe,
-    cued_text,
+    chat_text,
     decoder,
     encode_prompts,
     load_dataset,
@@ -342,7 +342,7 @@ class Conversation:
     def _fitting_ids(self) -> list[int]:
         """Return the conversation as token ids; its oldest turns are forgotten when it is too long to answer."""
         while True:
-            text = cued_text(self._tokenizer, self._messages)
+            text = chat_text(self._tokenizer, self._messages)
             ids = cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
             if len(ids) + min(self._params.max_new_tokens, self._max_positions // 2) <= self._max_positions:
                 return ids

@@ -26,10 +26,10 @@ from rallypoint.data import (
     EncodedPrompts,
     Example,
     Legibility,
-    Message,
     StreamedPrompts,
     encode_legible,
     encode_prompts,
+    texts_of,
 )
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import DataError
@@ -269,8 +269,7 @@ class Hints:
         hints = cls(hint, train, tokenizer, max_prompt_tokens)
         hinted = [hints._hinted(example, "") for example in train.examples]
         if "{feedback}" in hint:
-            texts = (message.content for example in hinted for message in example.prompt)
-            return dataclasses.replace(hints, legibility=Legibility.of(tokenizer, texts))
+            return dataclasses.replace(hints, legibility=Legibility.of(tokenizer, texts_of(hinted)))
         try:
             encoded = encode_prompts(tokenizer, hinted, max_prompt_tokens=max_prompt_tokens)
         except DataError as error:
@@ -325,7 +324,7 @@ class Hints:
         texts = {"ground_truth": str(example.ground_truth), "feedback": feedback}
         hint = re.sub(r"\{(ground_truth|feedback)\}", lambda place: texts[place[1]], self.hint)
         *before, last = example.prompt
-        return dataclasses.replace(example, prompt=(*before, Message(last.role, last.content + hint)))
+        return dataclasses.replace(example, prompt=(*before, dataclasses.replace(last, content=last.content + hint)))
 
 
 def shown(batch: Sequences, prompts: Sequence[Sequence[int]]) -> Sequences:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rallypoint.data import Example
+from rallypoint.data import Example, whole_text
 from rallypoint.environments.attempts import Attempt, answer_in
 from rallypoint.environments.conversation import Conversation, TurnInWords
 from rallypoint.environments.scoring import Scored, ScoredGroup
@@ -182,7 +182,7 @@ def in_words(example: Example) -> str:
     """Return a prompt as text: its message, or each of several behind its role."""
     if len(example.prompt) == 1:
         return example.prompt[0].content
-    return "\n".join(f"{message.role}: {message.content}" for message in example.prompt)
+    return "\n".join(f"{message.role}: {whole_text(message.fields)}" for message in example.prompt)
 
 
 def _nulls(parts: Sequence[Sequence[float]]) -> list[list[float | None]]:

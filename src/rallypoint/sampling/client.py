@@ -101,7 +101,8 @@ class EpisodeClient:
         self._asking = set[asyncio.Task[object]]()
         """Whatever parts of the episode wait for a response."""
         self._engine_errors: list[BaseException] = []
-        self._chat = Chat(terms.tokenizer, params.stop_tokens, (self.prompt, self._prompt.example.prompt))
+        example = self._prompt.example
+        self._chat = Chat(terms.tokenizer, params.stop_tokens, (self.prompt, example.prompt), example.tools)
 
     @property
     def prompt(self) -> tuple[int, ...]:

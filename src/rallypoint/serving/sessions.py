@@ -29,7 +29,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.data import Dialogue, Message
+from rallypoint.data import ChatMessage, Dialogue, Message
 from rallypoint.environments.chat import Chat, said_in
 from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullError
 from rallypoint.generation import Output, SamplingParams, outputs_of
@@ -134,7 +134,12 @@ class Sessions:
         self._numbers, self._secret = itertools.count(1), secrets.token_bytes(32)
 
     def open(
-        self, call: Caller, params: SamplingParams, tokens: tuple[int, ...], messages: Sequence[Message]
+        self,
+        call: Caller,
+        params: SamplingParams,
+        tokens: tuple[int, ...],
+        messages: Sequence[Message],
+        tools: Sequence[ChatMessage] = (),
     ) -> Session:
         """Begin a session.
 
@@ -143,9 +148,10 @@ class Sessions:
             params: how its rollout is drawn.
             tokens: of its prompt.
             messages: likewise.
+            tools: function schemas, likewise.
         """
         key = self._key_of(str(next(self._numbers)))
-        chat = Chat(self.served.tokenizer, self.served.stop_tokens, (tokens, messages))
+        chat = Chat(self.served.tokenizer, self.served.stop_tokens, (tokens, messages), tools)
         self._open[key] = session = Session(key, call, params, chat)
         return session
 

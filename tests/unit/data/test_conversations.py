@@ -34,16 +34,6 @@ def test_messages_and_a_prompt_with_a_completion_become_conversations(tmp_path):
     assert found.examples == ((Conversation(messages, 0),), (Conversation(messages, 1),), (Conversation(messages, 1),))
 
 
-def test_a_row_with_tools_says_so_for_they_are_not_read(tmp_path):
-    rows = [{"messages": [ASKED, ANSWERED], "tools": tools} for tools in (None, [], "[]", [{"name": "f"}])]
-    assert load_conversations([write(tmp_path / "a.jsonl", *rows)], "conversations").with_tools == ("a.jsonl:4",)
-    pq.write_table(
-        pa.Table.from_pylist([{"prompt": "1", "chosen": "2", "rejected": "3", "tools": "[f]"}]), tmp_path / "b.parquet"
-    )
-    found = load_conversations([tmp_path / "b.parquet"], "pairs")
-    assert found.with_tools == ("b.parquet:0",)
-
-
 def test_parquet_has_the_same_rows_and_a_null_is_no_column(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"messages": [ASKED, ANSWERED], "id": 7}] * 2), tmp_path / "a.parquet")
     found = load_conversations([tmp_path / "a.parquet"], "conversations", max_rows=1)
@@ -177,12 +167,3 @@ def test_columns_may_have_other_names(tmp_path):
     path.write_text(json.dumps({"question": "1+2?", "answer": ""}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 1, column answer: expected text, found empty text"):
         load_conversations([named], "conversations")
-
-
-def test_calls_of_tools_are_named_and_are_no_empty_text(tmp_path):
-    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    for content in ({"content": ""}, {"content": None}, {}):
-        turn = {"role": "assistant", **content, "tool_calls": [call]}
-        said = refusal(write(tmp_path / "a.jsonl", {"messages": [ASKED, turn, ANSWERED]}))
-        assert "messages[1].tool_calls: found calls of tools, which are not read yet" in said
-        assert "empty text" not in said

@@ -132,7 +132,7 @@ BAD_CELLS = [
     ({"prompt": [{"role": "user", "content": ""}]}, "column prompt[0].content: expected text, found empty text"),
     (
         {"prompt": [{**MESSAGE, "tool_calls": [1]}]},
-        "column prompt[0].tool_calls: found calls of tools, which are not read yet",
+        "column prompt[0].tool_calls: expected calls of tools in messages of the assistant alone, found role 'user'",
     ),
     (
         {"prompt": [MESSAGE, {"role": "assistant", "content": "3"}]},

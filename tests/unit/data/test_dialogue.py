@@ -5,9 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from chat_templates import LLAMA3, PUBLISHED, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer, merging_tokenizer
+from chat_templates import (
+    LLAMA3,
+    PUBLISHED,
+    QWEN3,
+    SPECIAL,
+    ZEPHYR,
+    make_chat_tokenizer,
+    make_published_tokenizer,
+    merging_tokenizer,
+)
 
-from rallypoint.data.dialogue import Dialogue, chat_text
+from rallypoint.data.chat_text import chat_text
+from rallypoint.data.dialogue import Dialogue
 from rallypoint.data.template import take_texts
 from rallypoint.errors import ModelError
 
@@ -142,12 +152,7 @@ def _templates_of_trl():
 @pytest.mark.parametrize("file", _templates_of_trl(), ids=lambda file: file.stem)
 def test_published_templates_are_continued_as_they_write_themselves(file):
     template = file.read_text(encoding="utf-8")
-    marks = re.findall(
-        r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|\[/?[A-Z_]{3,20}\]|</?(?:start|end)_of_(?:turn|utterance)>|<\|?turn\|?>",
-        template,
-    )
-    SPECIAL.setdefault(template, tuple(dict.fromkeys(["<|bos|>", *marks, "<|eos|>"])))
-    tokenizer = make_chat_tokenizer(template)
+    tokenizer = make_published_tokenizer(template)
     take_texts(tokenizer)
     text = chat_text(tokenizer, [*ASKED, ANSWER, *AGAIN])
     dialogue = Dialogue(tokenizer, (tokenizer.eos_token_id,), (*ASKED, ANSWER), (5,))

@@ -20,7 +20,8 @@ from rallypoint.data import (
     load_tokenizer,
     save_tokenizer,
 )
-from rallypoint.data.template import check_template, complete_template, cued_text, hold_clock, take_texts
+from rallypoint.data.chat_text import chat_text
+from rallypoint.data.template import check_template, complete_template, hold_clock, take_texts
 from rallypoint.errors import DataError, ModelError
 
 START = "<|im_start|>"
@@ -166,12 +167,12 @@ def test_templates_like_those_of_published_models_keep_what_is_said_or_are_refus
         )
         if refusal := REFUSED.get((name, kind)):
             with pytest.raises(ModelError, match=refusal):
-                cued_text(tokenizer, asked)
+                chat_text(tokenizer, asked)
             with pytest.raises(DataError, match=f"row: .*{refusal}"):
                 encode_prompts(tokenizer, [example], max_prompt_tokens=999)
             continue
         (ids,) = encode_prompts(tokenizer, [example], max_prompt_tokens=999).token_ids
-        assert tokenizer.decode(ids) == cued_text(tokenizer, asked)
+        assert tokenizer.decode(ids) == chat_text(tokenizer, asked)
         rows = Conversations(("row",), ((Conversation((*prompt, Message("assistant", "done")), len(prompt)),),))
         if (name in NOT_TRAINED and name != "gpt-oss") or (name, kind) == ("mistral-v0.3", SYSTEM):
             continue

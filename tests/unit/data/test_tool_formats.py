@@ -1,6 +1,7 @@
 """Calls of tools as models of several families write them, in six spellings each, and what is none."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tool_templates import FAMILIES, make_tool_tokenizer
 
 from rallypoint.data import AnswerReader, read_answer
-from rallypoint.data.tool_formats import format_of, harmony, llama, mistral, tagged, types_of
+from rallypoint.data.tool_formats import deepseek, format_of, gemma, harmony, kimi, llama, mistral, tagged, types_of
 
 TOOLS = [
     {
@@ -57,6 +58,15 @@ def apart(opening, middle, closing):
     return write
 
 
+def in_gemmas_quotes(text):
+    """Return JSON as Gemma 4 has it: keys without quotes, and texts as they are between quotes of its own."""
+    return re.sub(
+        r'"(?:[^"\\]|\\.)*"(\s*:)?',
+        lambda one: json.loads(one[0][: -len(one[1])]) + one[1] if one[1] else f'<|"|>{json.loads(one[0])}<|"|>',
+        text,
+    )
+
+
 WRITTEN = {
     "hermes": (tagged, lambda s: f"Well. <tool_call>\n{in_json()(s)}\n</tool_call>"),
     "qwen3-coder": (
@@ -85,6 +95,28 @@ WRITTEN = {
             f"to=functions.look <|constrain|>json<|message|>{s(WANTED)}<|call|>"
         ),
     ),
+    "gemma4": (gemma, lambda s: f"Well. <|tool_call>call:look{in_gemmas_quotes(s(WANTED))}<tool_call|>"),
+    "deepseek": (
+        deepseek,
+        lambda s: (
+            "Well. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n"
+            f"```json\n{s(WANTED)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+    ),
+    "deepseek3.1": (
+        deepseek,
+        lambda s: (
+            f"Well. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{s(WANTED)}"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+    ),
+    "kimi-k2": (
+        kimi,
+        lambda s: (
+            "Well. <|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+            f"{s(WANTED)}<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+    ),
 }
 
 
@@ -103,6 +135,11 @@ TWO = {
     mistral: '[TOOL_CALLS][{"name": "a", "arguments": "{}"}, {"name": "b", "arguments": {"x": 1}, "id": "abcdefghi"}]',
     harmony: "<|channel|>commentary to=functions.a<|message|>{}<|call|>"
     '<|start|>assistant to=functions.b<|channel|>commentary<|message|>{"x": 1}<|call|>',
+    gemma: "<|tool_call>call:a{}<tool_call|><|tool_call>call:b{x:1}<tool_call|>",
+    deepseek: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n"
+    '<｜tool▁call▁begin｜>b<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    kimi: "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    '<|tool_call_begin|>b<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>',
 }
 
 
@@ -146,6 +183,14 @@ def test_calls_of_the_new_form_of_mistral_may_follow_each_other():
         (mistral, "[TOOL_CALLS]", "expected JSON: "),
         (mistral, "[TOOL_CALLS]a[ARGS]{", "expected JSON: "),
         (harmony, "<|channel|>commentary to=functions.a<|message|>so", "expected JSON: "),
+        (gemma, "<|tool_call>call:a{x:up}<tool_call|>", "expected JSON: "),
+        (gemma, '<|tool_call>call:a{x:<|"|>up}<tool_call|>', "expected JSON: "),
+        (gemma, "<|tool_call>a{}<tool_call|>", r"expected call:NAME\{...\}, found 'a\{\}'"),
+        (gemma, "<|tool_call>call:a{", "expected JSON: .*; it has no <tool_call|>"),
+        (deepseek, "<｜tool▁call▁begin｜>a {}<｜tool▁call▁end｜>", "expected the name of a tool and <｜tool▁sep｜>"),
+        (deepseek, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{", "expected JSON: .*; it has no <｜tool"),
+        (kimi, "<|tool_call_begin|>functions.a:0 {}<|tool_call_end|>", "expected functions.NAME:0 and <|tool_call_arg"),
+        (kimi, "<|tool_call_begin|>a:0<|tool_call_argument_begin|>[1]<|tool_call_end|>", "expected an object as the"),
     ],
 )
 def test_what_is_no_call_is_malformed_and_stays_in_the_text(read, text, told):
@@ -177,11 +222,19 @@ MARKS = (
     *("<tool_call>", "</tool_call>", '{"name": "a", "arguments": {', "}}", "<function=a>", "<parameter=x>"),
     *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "[TOOL_CALLS]", "[ARGS]", "[", "<|message|>"),
     *("<|channel|>analysis", "<|end|>", " to=functions.a", "<|python_tag|>", '"', "\\u12", "1e999", "\ud800", ";"),
+    *("<|tool_call>", "<tool_call|>", "call:a{", '<|"|>', "x:", "None", "```json", "<｜tool▁call▁begin｜>", "function"),
+    *(
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
 )
 pieces = st.sampled_from(MARKS)
 
 
-@pytest.mark.parametrize("read", [tagged, llama, mistral, harmony])
+@pytest.mark.parametrize("read", [tagged, llama, mistral, harmony, gemma, deepseek, kimi])
 @settings(max_examples=100, deadline=None)
 @given(st.lists(pieces | st.text(max_size=5), max_size=12).map("".join))
 def test_nothing_raises(read, text):
@@ -192,7 +245,8 @@ def test_nothing_raises(read, text):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_say_which_format_their_models_write(family):
-    wanted = {"llama3.1": llama, "mistral": mistral, "gpt-oss": harmony}.get(family, tagged)
+    others = {"llama3.1": llama, "mistral": mistral, "gpt-oss": harmony, "gemma4": gemma, "kimi-k2": kimi}
+    wanted = (others | {"deepseek": deepseek, "deepseek3.1": deepseek}).get(family, tagged)
     assert format_of(FAMILIES[family][0]) is wanted
 
 

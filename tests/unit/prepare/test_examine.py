@@ -8,7 +8,7 @@ import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
 from tiny_models import make_tiny_model
 
-from rallypoint.data import EncodedRows, cued_text, encode_prompts, load_tokenizer, save_tokenizer
+from rallypoint.data import EncodedRows, chat_text, encode_prompts, load_tokenizer, save_tokenizer
 from rallypoint.errors import ConfigError, DataError, ModelError, RewardError
 from rallypoint.prepare.material import Material, examine, examine_dry
 from rallypoint.prepare.preflight import load_checked
@@ -258,7 +258,7 @@ def test_a_saved_model_is_asked_by_eval_chat_and_serve_as_it_was_in_training(tmp
     for number in (0, 7):
         (turn,), ids = found.train.examples[number].prompt, found.train.token_ids[number]
         asked = [{"role": turn.role, "content": turn.content}]
-        text = cued_text(tokenizer, asked)  # as `rally chat`
+        text = chat_text(tokenizer, asked)  # as `rally chat`
         assert tuple(tokenizer.encode(text, add_special_tokens=False)) == ids
         assert asyncio.run(Codec(tokenizer).encode_chat(asked, max_tokens=32)) == ids
     evaluated = encode_prompts(tokenizer, found.train.examples, max_prompt_tokens=32)

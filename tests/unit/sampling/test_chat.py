@@ -70,6 +70,28 @@ async def says_all_again(client, example):
     return 1.0
 
 
+def test_a_prompt_with_tools_is_continued_with_them():
+    tokenizer, _ = make_tool_tokenizer("qwen2.5")
+    tools = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+    prompt = Prompt((5, 6), Example("rows.jsonl:3", "rows", (Message("user", "2+2?"),), "", "4", {}, tools=tools))
+    seen = []
+
+    async def episode(client, example):
+        answer = await client.chat()
+        seen.append(answer["tool_calls"][0]["function"]["name"])
+        results = [{"role": "tool", "tool_call_id": "call00001", "content": "4"}]
+        await client.chat([example.prompt[0].fields, answer, *results], example.tools)
+        return 1.0
+
+    answers = '<tool_call>\n{"name": "look"}\n</tool_call><|im_end|>', "It is 4.<|im_end|>"
+    terms = Terms(cast("Any", Answers(tokenizer, *answers)), tokenizer, 5000)
+    params = SamplingParams(max_new_tokens=100, stop_tokens=(cast("int", tokenizer.eos_token_id),))
+    found = cast("Any", asyncio.run(EpisodeClient(terms, params, (0, prompt), 0, rank=0).rollout(episode)))
+    assert seen == ["look"]
+    assert found.turns[0].prompt == (5, 6), "the prompt's own tokens, which may be cut"
+    assert [turn.parent for turn in found.turns] == [None, None], "one conversation"
+
+
 async def forgets_reasoning(client, example):
     messages = list(example.prompt)
     answer = await client.chat(messages)

@@ -1,4 +1,4 @@
-"""Random conversations with tools, in templates of nine families: a trained token is a sampled one in its context."""
+"""Random conversations with tools, in templates of eleven families: a trained token is a sampled one in its context."""
 
 import asyncio
 import json
@@ -20,6 +20,10 @@ CALLS = {
     "llama3.1": ('{{"name": "add", "parameters": {}}}',),
     "mistral": ('[TOOL_CALLS][{{"name": "add", "arguments": {}}}]', "[TOOL_CALLS]add[ARGS]{}"),
     "gpt-oss": ("<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}",),
+    "gemma4": ("<|tool_call>call:add{}<tool_call|>",),
+    "deepseek": ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜>",),
+    "deepseek3.1": ("<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
+    "kimi-k2": ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>",),
 }
 TAGGED = ('<tool_call>{{"name": "add", "arguments": {}}}</tool_call>',)
 XML = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>{}</parameter></function></tool_call>"

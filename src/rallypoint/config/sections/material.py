@@ -75,6 +75,7 @@ class ColumnsConfig(Section):
     data_source: str | None = key(None, help="Column of what a reward function chooses by.")
     ability: str | None = key(None, help="Column of the ability.")
     extra_info: str | None = key(None, help="Column of an object for the reward function.")
+    tools: str | None = key(None, help="Column of the tools that may be called, as function schemas.")
     messages: str | None = key(None, help="Column of a conversation to be trained on.")
     completion: str | None = key(None, help="Column of the answer to a prompt, to be trained on.")
     chosen: str | None = key(None, help="Column of the better answer of a pair.")
