@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from rallypoint.data.chat_text import chat_text, left_out, written
 from rallypoint.data.legible import control_tokens
-from rallypoint.data.messages import ChatMessage, calls_of
+from rallypoint.data.messages import ChatMessage, calls_of, reasoning_in
 from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, special_ids
 from rallypoint.errors import ModelError
 
@@ -105,6 +105,31 @@ class Dialogue:
             ids = ids[1:]
         num_old, tokens = len(self.messages), self.tokens + ids
         return dataclasses.replace(self, messages=(*self.messages, *messages), tokens=tokens, num_old=num_old)
+
+    def stripped_with(self, messages: Sequence[ChatMessage]) -> Dialogue | None:
+        """Write a dialogue and more messages anew, if the template leaves out reasoning of earlier answers there.
+
+        What was sampled is then other tokens, of a sequence of its own, in which it is context.
+
+        Returns:
+            None: nothing is left out, so that `continue_with` is what the model reads elsewhere, too.
+
+        Raises:
+            ModelError: as that of `continue_with`.
+        """
+        whole = [*self.messages, *messages]
+        said = [reasoning for one in whole if (reasoning := reasoning_in(one).strip())]
+        given = [{**one, "reasoning_content": reasoning_in(one)} if reasoning_in(one) else one for one in whole]
+        if not said:
+            return None
+        text = written(self.tokenizer, given, self.tools)
+        if all(one in text for one in said):
+            return None
+        _check_no_control(self.tokenizer, messages)
+        if (problem := left_out(messages, text)) is not None:
+            raise ModelError(f"{problem}; {MEND_TEMPLATE}")
+        tokens, num_old = _encode(self.tokenizer, text), len(self.messages)
+        return dataclasses.replace(self, messages=tuple(whole), tokens=tokens, num_old=num_old)
 
     def new_of(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage] | None:
         """Return what a whole conversation adds to this one; None if it does not begin with what was said here."""

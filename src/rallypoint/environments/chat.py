@@ -29,6 +29,8 @@ class Chat:
         stop_tokens: Sequence[int],
         prompt: tuple[tuple[int, ...], Sequence[Message]],
         tools: Sequence[ChatMessage] = (),
+        *,
+        strips_thinking: bool = False,
     ) -> None:
         """Begin without messages.
 
@@ -37,9 +39,12 @@ class Chat:
             stop_tokens: each of them ends an answer.
             prompt: its tokens, and its messages.
             tools: function schemas that the prompt tells the model of.
+            strips_thinking: see `RolloutConfig.thinking`.
         """
         self._tokenizer, self._stop_tokens, self._prompt = tokenizer, tuple(stop_tokens), prompt
-        self._tools = tuple(tools)
+        self._tools, self._strips_thinking = tuple(tools), strips_thinking
+        self.num_calls, self.num_malformed = 0, 0
+        """Calls of tools in all answers, also those that could not be read; and these alone."""
         self._dialogues: list[Dialogue] = []
         """Each of them ends with an answer; the newest is in front."""
 
@@ -66,7 +71,7 @@ class Chat:
         try:
             if last is None or is_whole or given[0]["role"] == "system":
                 return self._whole(given, tools)
-            return last.continue_with(given) if last.tools == tools else self._whole([*last.messages, *given], tools)
+            return self._continued(last, given) if last.tools == tools else self._whole([*last.messages, *given], tools)
         except ModelError as error:
             raise EpisodeError(f"client.chat: {error}") from None
 
@@ -85,12 +90,21 @@ class Chat:
     def keep(self, asked: Dialogue, response: Sequence[int], message: ChatMessage) -> None:
         """Add what was sampled, and what its reader was shown of it."""
         self._dialogues.insert(0, asked.answered(response, message))
+        num_malformed = len(cast("Sequence[str]", message.get("malformed", ())))
+        self.num_malformed += num_malformed
+        self.num_calls += num_malformed + len(cast("Sequence[object]", message.get("tool_calls", ())))
+
+    def _continued(self, dialogue: Dialogue, new: Sequence[ChatMessage]) -> Dialogue:
+        stripped = None
+        if self._strips_thinking and any(one["role"] == "user" for one in new):
+            stripped = dialogue.stripped_with(new)
+        return dialogue.continue_with(new) if stripped is None else stripped
 
     def _whole(self, messages: Sequence[ChatMessage], tools: tuple[ChatMessage, ...]) -> Dialogue:
         """Continue the longest dialogue with which the messages begin, or begin another one."""
         for dialogue in sorted(self._dialogues, key=lambda one: -len(one.messages)):
             if dialogue.tools == tools and (new := dialogue.new_of(messages)):
-                return dialogue.continue_with(new)
+                return self._continued(dialogue, new)
         prompt, said = self._prompt
         own = [_checked(index, one) for index, one in enumerate(said)]
         if tools == self._tools and messages in ([], own):  # its tokens may be cut, see data.on_too_long

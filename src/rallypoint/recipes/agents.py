@@ -60,6 +60,7 @@ class Agents:
                 tokenizer=tokenizer,
                 stop_tokens=material.stop_tokens,
                 max_tokens=config.max_row_tokens,
+                strips_thinking=config.rollout.thinking == "strip",
             )
         )
         listening = bind(_HOST, 0)
@@ -91,6 +92,7 @@ class Agents:
         loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
         caller = functools.partial(_call, loop, client)
         session = self._sessions.open(caller, client.params, client.prompt, example.prompt, example.tools)
+        client.chats = session.chat
         self._begun[session.key] = functools.partial(loop.call_soon_threadsafe, has_begun.set)
         address = f"{self._url}/sessions/{session.key}/v1"
         running = asyncio.wrap_future(self._pool.begin(AgentCall(example.name, address, session.key, example)))

@@ -52,6 +52,8 @@ class Terms:
     """Tokens of a row, prompts and responses of all turns together."""
     limits: Limits = Limits()
     results: Results = Results()
+    strips_thinking: bool = False
+    """See `RolloutConfig.thinking`."""
 
     @classmethod
     def of(cls, config: RunConfig, mailbox: Mailbox, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -60,7 +62,8 @@ class Terms:
         limits = Limits(
             turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
         )
-        return cls(mailbox, tokenizer, config.max_row_tokens, limits, Results.of(config))
+        results, strips = Results.of(config), rollout.thinking == "strip"
+        return cls(mailbox, tokenizer, config.max_row_tokens, limits, results, strips)
 
 
 class EpisodeClient:
@@ -92,8 +95,6 @@ class EpisodeClient:
         self._has_calls = False
         """Whether `call` was called."""
         self._is_full = False
-        self.num_tool_calls, self.num_tool_errors = 0, 0
-        """See `Trajectory`."""
         self._tools: Tools | None = None
         """Those of Python that `chat` was given, which count their errors themselves."""
         self.own_time: OwnTime | None = None
@@ -102,7 +103,14 @@ class EpisodeClient:
         """Whatever parts of the episode wait for a response."""
         self._engine_errors: list[BaseException] = []
         example = self._prompt.example
-        self._chat = Chat(terms.tokenizer, params.stop_tokens, (self.prompt, example.prompt), example.tools)
+        self.chats = Chat(
+            terms.tokenizer,
+            params.stop_tokens,
+            (self.prompt, example.prompt),
+            example.tools,
+            strips_thinking=terms.strips_thinking,
+        )
+        """What is said in messages; that of an agent is its session's."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -139,8 +147,9 @@ class EpisodeClient:
                 each.cancel()
             leave(running)
         if isinstance(found, Trajectory):
-            errors = self._tools.num_errors if self._tools is not None else self.num_tool_errors
-            return dataclasses.replace(found, own_s=own_s, num_tool_calls=self.num_tool_calls, num_tool_errors=errors)
+            chats = self.chats
+            errors = self._tools.num_errors if self._tools is not None else chats.num_malformed
+            return dataclasses.replace(found, own_s=own_s, num_tool_calls=chats.num_calls, num_tool_errors=errors)
         return RolloutFailure(
             name=self._prompt.example.name,
             prompt=self.prompt_index,
@@ -230,13 +239,10 @@ class EpisodeClient:
         temperature: float | None = None,
     ) -> dict[str, object]:
         """See `Client.chat`."""
-        asked = self._chat.asked(messages, tools)
+        asked = self.chats.asked(messages, tools)
         limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature}
         turn = await self.answer(asked.tokens, said_in(asked), **limits)
-        message = self._chat.answered(asked, turn.response)
-        unread = len(cast("Sequence[str]", message.get("malformed", ())))
-        self.num_tool_calls += unread + len(cast("Sequence[object]", message.get("tool_calls", ())))
-        self.num_tool_errors += unread
+        message = self.chats.answered(asked, turn.response)
         if isinstance(tools, Tools):
             self._tools = tools
         return message

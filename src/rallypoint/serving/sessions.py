@@ -81,6 +81,8 @@ class Served:
     """Each of them ends a response."""
     max_tokens: int
     """Tokens of a row."""
+    strips_thinking: bool = False
+    """See `RolloutConfig.thinking`."""
 
 
 class Session:
@@ -151,7 +153,9 @@ class Sessions:
             tools: function schemas, likewise.
         """
         key = self._key_of(str(next(self._numbers)))
-        chat = Chat(self.served.tokenizer, self.served.stop_tokens, (tokens, messages), tools)
+        served = self.served
+        strips = served.strips_thinking
+        chat = Chat(served.tokenizer, served.stop_tokens, (tokens, messages), tools, strips_thinking=strips)
         self._open[key] = session = Session(key, call, params, chat)
         return session
 

@@ -142,15 +142,19 @@ def test_examples_that_were_left_out_are_counted_and_the_first_is_named(own, tmp
         own(f"data.train={{{rows}}}")
 
 
-def test_what_the_template_leaves_out_and_tools_are_said(own, tmp_path):
+def test_what_the_template_leaves_out_is_said_and_tools_that_it_is_not_told_of_are_refused(own, tmp_path):
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text(template.read_text().replace("message.content", 'message.content.split("=")[-1]'))
-    write(tmp_path / "train.jsonl", [{"prompt": "1", "completion": "2=3", "tools": [{"name": "f"}]}])
+    write(tmp_path / "train.jsonl", [{"prompt": "1", "completion": "2=3"}])
     keys = (f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl", "data.max_row_tokens=32")
     for look in (lambda config: examine(config).notes, examine_dry):
         said = "\n".join(look(load_checked("sft", keys).config))
         assert "leaves out or rewrites a part of 1 turns of the assistant, the first in train.jsonl:1: " in said
-        assert "1 examples have tools, which are not read: the chat template is told of none; the first is tr" in said
+    write(tmp_path / "train.jsonl", [{"prompt": "1", "completion": "2=3", "tools": [{"name": "f"}]}])
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: .* does not tell the model of the tool 'f'; give a template of"
+    ):
+        examine(load_checked("sft", keys).config)
 
 
 def test_right_answers_are_asked_for_where_something_reads_them(own, tmp_path):

@@ -14,7 +14,7 @@ from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.sampling.client import EpisodeClient, Terms
-from rallypoint.types import assemble
+from rallypoint.types import ROOT, assemble
 
 CALLS = {
     "llama3.1": ('{{"name": "add", "parameters": {}}}',),
@@ -25,6 +25,7 @@ CALLS = {
     "deepseek3.1": ("<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
     "kimi-k2": ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>",),
 }
+REASONING = "hmhm7"
 TAGGED = ('<tool_call>{{"name": "add", "arguments": {}}}</tool_call>',)
 XML = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>{}</parameter></function></tool_call>"
 
@@ -47,7 +48,10 @@ class Policy:
         spelled = json.dumps(values, **self._random.choice([{}, {"separators": (",", ":")}, {"indent": 2}]))
         spelled = self._random.choice([spelled, spelled.replace('"a"', '"c"'), spelled[:-1], "[1]"])
         call = self._random.choice([*CALLS.get(self._family, TAGGED), XML]).format(spelled)
-        text = self._random.choice(["", "It is 4.", "  So\n\n", "<think>\nhm\n</think>\n\n4", "<think>"])
+        thought = f"<think>\n{REASONING}\n</think>\n\n4"
+        if self._family == "gpt-oss":
+            thought = f"<|channel|>analysis<|message|>{REASONING}<|end|><|start|>assistant<|channel|>final<|message|>4"
+        text = self._random.choice(["", "It is 4.", "  So\n\n", thought, "<think>"])
         return text + self._random.choice(["", call, call * 2])
 
     async def sample(self, request, rank, deliver=None):
@@ -84,11 +88,14 @@ def episode_of(random: Random, refused: list[str]):
     return episode
 
 
-def check(family: str, seed: int) -> list[str]:
-    """Make a rollout of a random conversation, and compare its rows with what was sampled; return what was refused."""
+def check(family: str, seed: int, *, strips: bool = False) -> tuple[list[str], int]:
+    """Make a rollout of a random conversation, and compare its rows with what was sampled.
+
+    Returns what was refused, and how many sequences begin anew.
+    """
     random, refused = Random(f"{family} {seed}"), list[str]()
     policy = Policy(family, random)
-    terms = Terms(cast("Any", policy), policy.tokenizer, 10**6)
+    terms = Terms(cast("Any", policy), policy.tokenizer, 10**6, strips_thinking=strips)
     params = SamplingParams(max_new_tokens=10**5, stop_tokens=policy.stops)
     prompt = Prompt((1, 2), Example("rows.jsonl:3", "rows", (Message("user", "2+2?"),), "", "4", {}))
     client = EpisodeClient(terms, params, (0, prompt), 0, rank=0)
@@ -99,20 +106,31 @@ def check(family: str, seed: int) -> list[str]:
         asked = (paths[parent] if parent >= 0 else ()) + turn.prompt
         assert turn.response in policy.sampled[asked], "a response is trained in the context in which it was sampled"
         paths.append(asked + turn.response)
+        if strips and number and parent == ROOT and family != "qwen3":
+            assert REASONING not in policy.tokenizer.decode(asked), "the template leaves it out"
     batch = assemble([found], prompt_index=0, sample_index=[0], is_narrowed=False)
     trained = sorted(batch.tokens[batch.loss_mask].tolist())
     assert trained == sorted(token for turn in found.turns for token in turn.response)
-    return refused
+    return refused, sum(turn.parent == ROOT for turn in found.turns[1:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_trained_token_is_a_sampled_one(family):
-    refused = [why for seed in range(25) for why in check(family, seed)]
+    refused = [why for seed in range(25) for why in check(family, seed)[0]]
     assert len(refused) < 5, refused
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_thinking_is_stripped_a_question_begins_a_sequence_and_tokens_are_trained_once_too(family):
+    kept, stripped = ([check(family, seed, strips=strips) for seed in range(25)] for strips in (False, True))
+    num_kept, num_stripped = (sum(num for _, num in each) for each in (kept, stripped))
+    # The template of one family keeps all reasoning: then the conversation goes on as it is.
+    assert num_stripped == num_kept if family == "qwen3" else num_stripped > num_kept
+    assert len([why for refused, _ in stripped for why in refused]) < 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_trained_token_is_a_sampled_one_in_a_thousand_conversations(family):
-    refused = [why for seed in range(1000) for why in check(family, seed)]
+    refused = [why for seed in range(1000) for why in check(family, seed)[0]]
     assert len(refused) < 100, set(refused)

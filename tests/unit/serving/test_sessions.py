@@ -236,3 +236,14 @@ def test_256_sessions_at_once_lose_no_call_and_mix_none_up(opened):
         assert second == (f"again {number}" if number % 2 else None)
         assert asked[-1][0][: len(encoded(START))] == encoded(START)
         assert len(asked) == 1 + number % 2
+
+
+def test_calls_of_tools_are_counted_and_those_that_cannot_be_read(opened_with_tools):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    calls = '<tool_call>{"name": "look"}</tool_call>', '<tool_call>{"name": </tool_call>'
+    one = opened_with_tools("".join(calls) + "<|im_end|>", "Four.<|im_end|>")
+    message = one.chat(MESSAGES, tools=tools)["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["look"]
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
+    one.chat([*MESSAGES, message, result], tools=tools)
+    assert (one.session.chat.num_calls, one.session.chat.num_malformed) == (2, 1)

@@ -151,6 +151,10 @@ class RolloutConfig(Section):
     episode_timeout_s: float = key(
         3600.0, above=0, unit="s", help="The same for all turns of an episode together; sampling does not count."
     )
+    thinking: Literal["keep", "strip"] = key(
+        "keep",
+        help="Earlier reasoning at a new question: keep; or strip, if the chat template does, which begins a sequence.",
+    )
     max_failed: float = key(
         0.5,
         at_least=0,
