@@ -151,8 +151,10 @@ def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]
         if isinstance(value, tuple):
             items = cast("tuple[object, ...]", value)
             value = tuple(item.model_dump() if isinstance(item, Section) else item for item in items)
-        if isinstance(value, Section):
+        if isinstance(value, Section) and section_of(info) is not None:
             yield from values_of(value, f"{prefix}{name}.")
+        elif isinstance(value, Section):  # an object in place of a text
+            yield f"{prefix}{name}", value.model_dump()
         else:
             yield f"{prefix}{name}", None if section_of(info) else value
 

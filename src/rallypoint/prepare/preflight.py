@@ -141,7 +141,7 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
             where = f"rollout.episode.tools[{at}]"
             yield Problem(("rollout.episode",), f"{where}: {problem}", is_local=not _is_here(one.function))
         elif one.function == "search" and (problem := check_passages(str(one.parameters["corpus"]))) is not None:
-            yield Problem(("rollout.episode",), f"rollout.episode.tools[{at}]: {problem}", is_local=True)
+            yield Problem(("rollout.episode",), f"rollout.episode.tools[{at}]: {problem}")
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")

@@ -272,7 +272,7 @@ def test_where_programs_are_sent_is_named_as_code_is():
         (["pyton"], r"tools\[0\]: expected 'calculator' or .*found 'pyton'; did you mean 'python'"),
         (["calculator", "mine.py:doubel"], r"tools\[1\]: .*mine.py has no function 'doubel'; did you mean 'double'"),
         (["search"], r"tools\[0\]: search needs the parameter 'corpus'"),
-        ([{"function": "search", "parameters": {"corpus": "no.jsonl"}}], "the passages 'no.jsonl' are not there"),
+        ([{"function": "search", "parameters": {"corpus": "no.jsonl.gz"}}], "'no.jsonl.gz': .*gunzip it first"),
         (
             [{"function": "python", "parameters": {"times": 3}}],
             "no parameter 'times'; did you mean 'time_s'",
@@ -301,6 +301,12 @@ def test_tools_that_a_config_names_wrongly_are_refused_before_anything_starts(he
 def test_an_episode_that_is_neither_a_name_nor_tools_says_what_is_expected(value, told):
     with pytest.raises(ConfigError, match=told):
         load_config("digits-grpo", [f"rollout.episode={value}"])
+
+
+def test_passages_that_are_not_there_are_named_before_anything_starts(here):
+    named = asked({"function": "search", "parameters": {"corpus": "no.jsonl"}})
+    with pytest.raises(ConfigError, match=r"rollout.episode: the passages no.jsonl cannot be read: No such file"):
+        own_episode(named)
 
 
 def test_a_function_that_cannot_be_described_is_refused(here):
