@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -31,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _REMEDY = "the checkpoint is damaged"
+_NUM_READERS = 8
+"""Files that are read at once: a digest waits for the disk, and is computed outside of Python's lock."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -199,7 +202,9 @@ def digests(folder: Path, *, besides: str) -> dict[str, dict[str, int | str]]:
         besides: the file at its top to leave out: the manifest itself.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / besides)
-    return {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": digest(path)} for path in paths}
+    with ThreadPoolExecutor(_NUM_READERS) as threads:
+        found = zip(paths, threads.map(digest, paths), strict=True)
+        return {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": each} for path, each in found}
 
 
 def check_files(folder: Path, files: Files, remedy: str) -> None:
@@ -208,15 +213,18 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
     Raises:
         CheckpointError: a file is missing, truncated or changed; it is named, with the remedy.
     """
-    for name, (expected_size, expected) in files.items():
+    for name, (expected_size, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; {remedy}")
         size = path.stat().st_size
         if size != expected_size:
             raise CheckpointError(f"{path}: expected {expected_size} bytes, found {size}; {remedy}")
-        if digest(path) != expected:
-            raise CheckpointError(f"{path}: its content has changed since it was saved; {remedy}")
+    with ThreadPoolExecutor(_NUM_READERS) as threads:
+        found = threads.map(lambda name: digest(folder / name), files)
+        for (name, (_, expected)), each in zip(files.items(), found, strict=True):
+            if each != expected:
+                raise CheckpointError(f"{folder / name}: its content has changed since it was saved; {remedy}")
 
 
 def sync(path: Path) -> None:

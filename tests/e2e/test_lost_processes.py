@@ -9,7 +9,6 @@ from tiny_runs import Runs
 from rallypoint.display import Progress
 from rallypoint.journal import (
     BatchTaken,
-    CheckpointSaved,
     GroupScored,
     RoleLost,
     RolesRestarted,
@@ -58,10 +57,6 @@ def done(step):
     return lambda event: isinstance(event, StepDone) and event.step == step
 
 
-def saved(step):
-    return lambda event: isinstance(event, CheckpointSaved) and event.step == step
-
-
 def run_killed(runs, name, *overrides, plan, recipe="digits"):
     """Run to the end while processes are killed; return the run and what its journal has of that."""
     loaded_config, killer = load_checked(recipe, runs.overrides(name, *overrides)), Killer(*plan)
@@ -78,7 +73,7 @@ def whole(tmp_path_factory):
 
 
 def test_roles_that_train_are_killed_and_the_run_goes_on_from_its_newest_step(runs, weights_of, whole):
-    plan = [("actor", 0, begun(3)), ("critic", 0, saved(4))]
+    plan = [("actor", 0, begun(3)), ("critic", 0, begun(5))]
     run, losses = run_killed(runs, "killed", *LONG, *APART, plan=plan)
     assert weights_of(run) == weights_of(whole)
     assert [type(one) for one in losses] == [RoleLost, RolesRestarted] * 2
@@ -91,8 +86,8 @@ def test_roles_that_train_are_killed_and_the_run_goes_on_from_its_newest_step(ru
 
 
 def test_roles_of_a_process_without_one_that_trains_are_killed_and_the_step_goes_on(runs, weights_of, whole):
-    plan = [("reference", 0, begun(3)), ("rollout", 0, saved(4))]
-    run, losses = run_killed(runs, "killed", *LONG, *APART, plan=plan)
+    plan = [("reference", 0, begun(3)), ("rollout", 0, sampling(5))]
+    run, losses = run_killed(runs, "killed", *LONG, *APART, "rollout.max_batch_rows=4", plan=plan)
     assert weights_of(run) == weights_of(whole)
     assert [type(one) for one in losses] == [RoleLost, RolesRestarted] * 2
     assert [(one.role, one.step) for one in losses[::2]] == [("reference", 3), ("rollout", 5)]

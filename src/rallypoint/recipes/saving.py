@@ -9,12 +9,14 @@ There is one at most, in `snapshots/`. What it costs is measured, and the next o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from rallypoint import checkpoint
@@ -22,6 +24,7 @@ from rallypoint.data import save_tokenizer
 from rallypoint.errors import CheckpointError
 from rallypoint.journal import CheckpointSaved
 from rallypoint.observability import collect_spans, span
+from rallypoint.observability.spans import Spans
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import Record
@@ -54,6 +57,10 @@ class Saver:
     """Step of the newest checkpoint."""
     best: tuple[int, float] = (0, -math.inf)
     """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
+    in_background: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread
+    """Does what training need not wait for."""
+    _finishing: asyncio.Task[None] | None = None
+    """Makes the newest checkpoint whole."""
     _took_s: float = 0.0
     """Seconds that the newest snapshot took."""
     _since: float = dataclasses.field(default_factory=time.monotonic)
@@ -72,24 +79,47 @@ class Saver:
         self.recipe.go_on(state["step"], state)
 
     async def save(self, step: int) -> None:
-        """Write a checkpoint, which is visible when it is whole, and remove older ones.
+        """Write a checkpoint; `finish` returns once it is whole, and so visible.
+
+        What the roles have written is in memory then. Digests, the flush to the disk and the removal of older
+        checkpoints overlap with the steps that follow.
 
         Raises:
-            CheckpointError: the disk is full or not writable; no partial checkpoint stays behind.
+            CheckpointError: the disk is full or not writable, for this one or the one before; nothing partial stays.
         """
-        journal = self.setup.journal
-        with collect_spans() as spans, span("checkpoint"):
-            journal.sync()
+        await self.finish()
+        with collect_spans() as spans, span("checkpoint"), contextlib.ExitStack() as stack:
+            self.setup.journal.sync()
             await asyncio.to_thread(self.rollouts.flush)
-            with checkpoint.writing(self.folder.checkpoints, step) as folder:
-                await self._write(folder, step)
-                save_tokenizer(self.setup.material.tokenizer, folder)
-                self.record.write(folder)
-            checkpoint.prune(self.folder.checkpoints, self.setup.config.checkpoint.keep, best=self.best[0])
+            folder = stack.enter_context(checkpoint.writing(self.folder.checkpoints, step))
+            await self._write(folder, step)
+            save_tokenizer(self.setup.material.tokenizer, folder)
+            self.record.write(folder)
+            rest = stack.pop_all()
+        self._finishing = asyncio.create_task(self._finish(step, rest, spans))
+
+    async def finish(self) -> None:
+        """Wait until the newest checkpoint is whole.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            await finishing
+
+    async def _finish(self, step: int, rest: contextlib.ExitStack, spans: Spans) -> None:
+        keep, folder = self.setup.config.checkpoint.keep, self.folder.checkpoints
+        await self.in_background(rest.close)
+        await self.in_background(functools.partial(checkpoint.prune, folder, keep, best=self.best[0]))
         self.saved, self._since = step, time.monotonic()
-        shutil.rmtree(self.folder.snapshots, ignore_errors=True)
-        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
-        journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))
+        for older in checkpoint.steps(self.folder.snapshots):
+            if older <= step:
+                shutil.rmtree(self.folder.snapshots / checkpoint.checkpoint_name(older), ignore_errors=True)
+        with contextlib.suppress(OSError):  # unless there is a newer one
+            self.folder.snapshots.rmdir()
+        weights = checkpoint.weights_digest(folder / checkpoint.checkpoint_name(step))
+        self.setup.journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))
 
     async def snapshot(self, step: int) -> None:
         """Write a snapshot after a step, if one is due and no checkpoint is.

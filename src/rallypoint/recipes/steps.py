@@ -64,6 +64,7 @@ class Steps:
         """Do the steps after step `first`; return whether all were done."""
         async with Endings(self.journal.say) as at_end:
             at_end.add(self.recipe.close)
+            at_end.add(self.saver.finish)
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
@@ -99,6 +100,7 @@ class Steps:
                 await self._step(step)
             except AbandonedError as error:
                 self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
+                await self.saver.finish()
                 if self.saver.saved < step - 1:
                     await self.saver.save(step - 1)
                 return False
@@ -106,7 +108,8 @@ class Steps:
                 await self._validate(step)
             if self.observer.after_step(step, self.newest):
                 interrupted.set()
-            if interrupted.is_set() or step in (self.saver.best[0], num_steps) or step % every == 0:
+            is_last = interrupted.is_set() or step == num_steps
+            if is_last or step == self.saver.best[0] or step % every == 0:
                 await self.saver.save(step)
         return True
 

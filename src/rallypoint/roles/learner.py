@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from rallypoint.model_files import (
     DTYPES,
     Read,
     TensorFiles,
+    Writing,
     read_adapter,
     reload,
     save_adapter,
@@ -117,8 +119,13 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
 
     @broadcast
     @with_lease(to_train=True)
-    def save(self, model_folder: Path, state_file: Path) -> None:
+    def save(self, model_folder: Path, state_file: Path, durable: bool) -> None:
         """Write the model (with LoRA, its adapters) in Hugging Face format, and the optimizer's state.
+
+        Args:
+            model_folder: of the model.
+            state_file: of the optimizer.
+            durable: whether this rank flushes what it wrote to the disk.
 
         Raises:
             CheckpointError: the disk is full or not writable.
@@ -126,12 +133,13 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
+        how = Writing(durable=durable)
         with self.engine.shard.mesh.abandoned_on_error():
             if self.config.model.lora is None:
-                save_model(self.engine.shard, model_folder)
+                save_model(self.engine.shard, model_folder, how=how)
             else:
                 save_adapter(self.engine.shard, model_folder, base=self._path)
-            save_tensors(state_file, state, parts, self.engine.shard.mesh)
+            save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
 
     @broadcast
     @with_lease(to_train=True)
@@ -189,8 +197,14 @@ class Learner(Generic[BatchT, WorkerT]):
         )
 
     async def save(self, folder: Path) -> None:
-        """Write the model and the state of its optimizer into a checkpoint that is being made."""
-        await self._group.call(LearnerWorker.save, folder / self.model_folder, self._state_file(folder))
+        """Write the model and the state of its optimizer into a checkpoint that is being made.
+
+        Ranks on this machine leave what they wrote in its memory, from where the saver flushes it while training goes
+        on; of others it would not be known whether it is on a disk.
+        """
+        is_here = all(process.info.node == platform.node() for process in self._group.processes)
+        paths = folder / self.model_folder, self._state_file(folder)
+        await self._group.call(LearnerWorker.save, *paths, not is_here)
 
     async def restore(self, folder: Path) -> None:
         """Read both back from a checkpoint."""
