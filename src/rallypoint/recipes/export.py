@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from huggingface_hub import HfApi
 from transformers import AutoConfig
 
 from rallypoint.checkpoint import MANIFEST
 from rallypoint.data import load_tokenizer, save_tokenizer
 from rallypoint.disk import explain
-from rallypoint.errors import CheckpointError, ExportError
+from rallypoint.errors import CheckpointError, ExportError, first_line
 from rallypoint.model_files import merge_adapters, save_model
+from rallypoint.recipes.card import CARD, model_card
 from rallypoint.recipes.use import Trained
 
 _OWN = {MANIFEST, "training", "critic"}
@@ -19,7 +21,7 @@ _OWN = {MANIFEST, "training", "critic"}
 
 
 def export(trained: Trained, to: Path, *, merge: bool | None) -> None:
-    """Write a whole model, or an adapter in PEFT's format; all of it, or nothing.
+    """Write a whole model, or an adapter in PEFT's format, with the card of its run; all of it, or nothing.
 
     Adapters are merged in float32, and the result is written in the type that the model was trained in (outside of a
     run: in its own).
@@ -43,11 +45,41 @@ def export(trained: Trained, to: Path, *, merge: bool | None) -> None:
             shutil.copytree(source, partial, ignore=lambda folder, _: _OWN if Path(folder) == source else ())
         else:
             _merge(trained, partial)
+        if (card := model_card(trained)) is not None:
+            (partial / CARD).write_text(card, encoding="utf-8")
         partial.rename(to)  # onto an empty folder too
     except (OSError, CheckpointError) as error:
         raise ExportError(explain(to, error) if isinstance(error, OSError) else f"{to}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def push(folder: Path, repo: str, *, public: bool, endpoint: str | None = None, token: str | None = None) -> str:
+    """Upload an exported folder to the Hugging Face hub in one commit: whole, or not at all.
+
+    Args:
+        folder: what `export` wrote.
+        repo: `OWNER/NAME`; made if it is not there.
+        public: whether a repository that is made can be seen by everyone.
+        endpoint: of the hub; None for that of its client (HF_ENDPOINT).
+        token: of the user; None for that of the client (HF_TOKEN, or `hf auth login`).
+
+    Returns:
+        Where it is.
+
+    Raises:
+        ExportError: it was refused, or the hub cannot be reached. The folder stays.
+    """
+    hub = HfApi(endpoint=endpoint, token=token)
+    try:
+        where = hub.create_repo(repo, private=not public, exist_ok=True)
+        hub.upload_folder(repo_id=where.repo_id, folder_path=folder, commit_message=f"Upload {folder.name}")
+    except Exception as error:
+        raise ExportError(
+            f"--push {repo}: {first_line(error)}; expected OWNER/NAME of a repository that your token (HF_TOKEN) may "
+            f"write to. {folder} is whole: push it again with `hf upload {repo} {folder}`"
+        ) from error
+    return str(where)
 
 
 def _check(trained: Trained, to: Path, merge: bool | None) -> None:

@@ -83,6 +83,11 @@ class Record:
             ) from error
 
 
+def has_record(checkpoint_folder: Path) -> bool:
+    """Whether a folder is a checkpoint of a run, with a record of what it was made from."""
+    return (checkpoint_folder / _RECORD).is_file()
+
+
 def external_inputs(config: RunConfig) -> Inputs:
     """Read the files that a config names.
 
