@@ -33,6 +33,8 @@ BROAD: dict[str, str] = {
     "models/kernels.py:_tried": "whatever Triton or its compiler raise, it is left out",
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
+    "model_files/from_verl.py:_read": "a damaged pickle raises anything; it is refused, and nothing of it was run",
+    "recipes/export.py:push": "clients of the hub raise what their HTTP library does; the exported folder is whole",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from rallypoint import __version__
 from rallypoint.cli.engines import engine_app
-from rallypoint.cli.use import chat, evaluate, export, serve
+from rallypoint.cli.use import chat, evaluate, export, import_verl, serve
 from rallypoint.errors import (
     ConfigError,
     DataError,
@@ -236,7 +236,13 @@ def check_reward(
     raise typer.Exit(run_check(recipe, overrides or [], max_rows=max_rows))
 
 
-for command, name in ((evaluate, "eval"), (chat, "chat"), (export, "export"), (serve, "serve")):
+for command, name in (
+    (evaluate, "eval"),
+    (chat, "chat"),
+    (export, "export"),
+    (import_verl, "import-verl"),
+    (serve, "serve"),
+):
     app.command(name=name)(command)
 app.add_typer(engine_app, name="engine")
 

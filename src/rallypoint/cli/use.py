@@ -133,10 +133,15 @@ def export(
         bool | None,
         typer.Option("--merge/--adapter", help="With LoRA: a whole model (the default), or the adapter alone."),
     ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also upload it to the Hugging Face hub; private if new.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a trained model as an ordinary Hugging Face folder."""
+    """Write a trained model as an ordinary Hugging Face folder, with a model card."""
     from rallypoint.recipes.export import export as export_to
+    from rallypoint.recipes.export import push as push_to
     from rallypoint.recipes.use import find_trained
 
     folder = Path(to).expanduser().absolute()
@@ -144,6 +149,21 @@ def export(
     export_to(trained, folder, merge=merge)
     opens = "peft.PeftModel" if merge is False else "AutoModelForCausalLM"
     Console(highlight=False).print(f"{opens}.from_pretrained opens {escape(str(folder))}", soft_wrap=True)
+    if push is not None:
+        Console(highlight=False).print(escape(push_to(folder, push, public=public)), soft_wrap=True)
+
+
+def import_verl(
+    source: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint of verl's, such as global_step_40/actor.")],
+    to: Annotated[str, typer.Argument(metavar="TO", help="A new or empty folder.")],
+) -> None:
+    """Write a checkpoint of verl's FSDP as an ordinary Hugging Face folder; no code of it runs."""
+    from rallypoint.model_files.from_verl import import_verl as write
+
+    folder = Path(to).expanduser().absolute()
+    num_tensors = write(Path(source).expanduser(), folder)
+    said = f"{num_tensors} tensors; AutoModelForCausalLM.from_pretrained opens {escape(str(folder))}"
+    Console(highlight=False).print(said, soft_wrap=True)
 
 
 def serve(
