@@ -144,6 +144,16 @@ def is_written_async(path: Path, name: str) -> bool:
     return isinstance(dict(_top_level_names(ast.parse(path.read_bytes()).body)).get(name), ast.AsyncFunctionDef)
 
 
+def is_written_plain(path: Path, name: str, *, first: str) -> bool:
+    """Whether a file says `def` of a name, not `async def`, with that first argument; nothing is run.
+
+    Raises:
+        UserCodeError: see `written_signature`.
+    """
+    signature = written_signature(path, name)
+    return signature is not None and next(iter(signature.parameters), "") == first and not is_written_async(path, name)
+
+
 def find_misfits(spec: str, argument: str, parameters: Mapping[str, Value]) -> Iterator[str]:
     """Yield what is wrong with a function that is called with one argument, and parameters by name.
 

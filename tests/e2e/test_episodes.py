@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -214,10 +215,13 @@ def test_the_example_of_the_docs_trains_from_the_command_line_and_validation_use
         assert context in ([], appended)
     assert any(not all(row["loss_mask"]) for row in run.rollouts(1))
     assert any(not all(row["loss_mask"]) for row in run.rollouts(validation=True))
-    scored = CliRunner().invoke(
-        app, ["eval", "runs/run", "rows.jsonl", "--max-prompts", "1", "--reward", "rewards.py:reward"]
-    )
-    assert "single turns are scored: the run's rollout.episode is not used here" in scored.output
+    scored = CliRunner().invoke(app, ["eval", "runs/run", "rows.jsonl", "--max-prompts", "2", "--num-samples", "2"])
+    assert re.search(r"score \d\.\d{4}  4 responses to 2 prompts", scored.output), scored.output
+    assert re.search(r"rollout/num_turns +[12]", scored.output)
+    assert "policy 2" in scored.output
+    single = CliRunner().invoke(app, ["eval", "runs/run", "rows.jsonl", "--max-prompts", "2", "--episode", "null"])
+    assert "policy 2" not in single.output
+    assert re.search(r"score 1\.0000  2 responses to 2 prompts", single.output), single.output
 
 
 async def branches(client, example):

@@ -17,7 +17,7 @@ from rallypoint.prepare.material import examine
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.export import export
 from rallypoint.recipes.loop import train
-from rallypoint.recipes.use import complete, find_trained
+from rallypoint.recipes.use import Asked, complete, find_trained
 from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
@@ -148,7 +148,7 @@ def test_a_base_model_becomes_one_that_chats_and_its_checkpoint_knows_its_end(tm
     export(trained, tmp_path / "exported", merge=None)
     asked = write(tmp_path / "asked.jsonl", [{"prompt": one} for one in "0123"])
     for one in (trained, find_trained(str(tmp_path / "exported"))):
-        answers = complete(one, str(asked), temperature=0.0, max_response_tokens=30, seed=0)
+        answers = complete(one, str(asked), Asked(0.0, max_response_tokens=30))
         assert answers == ["<think>\n\n</think>\n\n<8>"] * 4
     ends = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
     assert base.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
@@ -172,7 +172,7 @@ def test_models_learn_to_say_and_to_prefer_a_word_that_would_merge_with_the_blan
             recipe, [*keys, "checkpoint.every_steps=99", "cluster={runtime: inline, pools: {main: [1]}}"]
         )
         trained = find_trained(str(run.path))
-        assert complete(trained, str(asked), temperature=0.0, max_response_tokens=4, seed=0) == right
+        assert complete(trained, str(asked), Asked(0.0, max_response_tokens=4)) == right
         model = trained.path
 
 

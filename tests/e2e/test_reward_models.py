@@ -10,7 +10,8 @@ from rallypoint.config import load_config
 from rallypoint.errors import ModelError, RewardError
 from rallypoint.prepare.plan import make_plan
 from rallypoint.recipes.ending import summarise
-from rallypoint.recipes.use import evaluate, find_trained
+from rallypoint.recipes.evaluation import evaluate
+from rallypoint.recipes.use import Asked, find_trained
 from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
@@ -55,11 +56,8 @@ def test_a_policy_learns_what_a_reward_model_prefers(runs, scorer):
             find_trained(str(run.path)),
             [str(run.data / "validation.parquet")],
             reward=None,
-            temperature=1.0,
-            num_samples=1,
-            max_response_tokens=None,
+            asked=Asked(),
             max_prompts=None,
-            seed=0,
             say=pytest.fail,
         )
 

@@ -6,11 +6,12 @@ What takes time to import is imported when a command runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,11 +20,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rallypoint.cli.rollouts import choose, print_chosen, print_outcome, print_turn
+from rallypoint.display.text import clean
 from rallypoint.errors import ModelError, ServingError
 from rallypoint.extras import why_not
 
 if TYPE_CHECKING:
+    from rallypoint.recipes.evaluation import Evaluation
     from rallypoint.recipes.serve import Options
+    from rallypoint.recipes.use import Asked, Trained
 
 
 def _temperature(value: float) -> float:
@@ -46,17 +51,19 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(help="file.py:function; by default the run's own, if it ships or you started the run.")
     ] = None,
+    episode: Annotated[
+        str | None, typer.Option(help="file.py:function of an episode or agent; by default the run's own; null: none.")
+    ] = None,
     temperature: Temperature = 1.0,
-    num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses per prompt.")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, max=2**16, help="Responses, or episodes, per prompt.")] = 1,
     max_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default as in training.")] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Score a checkpoint on a data set."""
-    from rallypoint.environments.failures import describe_failures
-    from rallypoint.recipes.use import evaluate as score
-    from rallypoint.recipes.use import find_trained
+    from rallypoint.recipes.evaluation import evaluate as score
+    from rallypoint.recipes.use import Asked, find_trained
 
     console = Console(highlight=False)
     trained, began = find_trained(checkpoint, trust_remote_code=trust_remote_code), time.monotonic()
@@ -64,26 +71,45 @@ def evaluate(
         trained,
         data,
         reward=reward,
-        temperature=temperature,
-        num_samples=num_samples,
-        max_response_tokens=max_response_tokens,
+        asked=Asked(temperature, num_samples, max_response_tokens, seed),
         max_prompts=max_prompts,
-        seed=seed,
-        say=console.print,
+        say=functools.partial(console.print, markup=False, soft_wrap=True),
+        episode=episode,
     )
-    seconds = time.monotonic() - began
+    _print_evaluation(console, result, f"temperature {temperature:g}", time.monotonic() - began)
+
+
+def _print_evaluation(console: Console, result: Evaluation, how: str, seconds: float) -> None:
+    from rallypoint.environments.failures import describe_failures
+
     failed = f", {len(result.failures)} more without a score" if result.failures else ""
+    failed += f", {len(result.failed)} more that failed" if result.failed else ""
     console.print(
         f"[bold]score {result.mean:.4f}[/]  {len(result.scores)} responses to {result.num_prompts} prompts{failed}"
     )
-    console.print(
-        f"temperature {temperature:g}  {result.num_tokens:,} tokens  {result.num_truncated} truncated  {seconds:.1f} s"
-    )
-    for word, (example, response, value) in (("best", result.best), ("worst", result.worst)):
-        prompt = example.prompt[-1].content
-        console.print(f"{word:5} {value:.3f}  {escape(repr(prompt))} -> {escape(repr(response))}", soft_wrap=True)
-    if result.failures:
-        console.print(escape(describe_failures(result.failures)), soft_wrap=True)
+    console.print(f"{how}  {result.num_tokens:,} tokens  {result.num_truncated} truncated  {seconds:.1f} s")
+    for line in _tabular(result.metrics):
+        console.print(line, markup=False)
+    if any(result.sampled.conversations):
+        rows = result.rollouts()
+        print_chosen(console, choose(rows, best=1, worst=1, failed=0))
+    else:
+        for word, (example, response, value) in (("best", result.best), ("worst", result.worst)):
+            prompt = example.prompt[-1].content
+            console.print(f"{word:5} {value:.3f}  {escape(repr(prompt))} -> {escape(repr(response))}", soft_wrap=True)
+    for failures in filter(None, (result.failed, result.failures)):
+        console.print(_printable(describe_failures(failures)), markup=False, soft_wrap=True)
+
+
+def _tabular(metrics: Mapping[str, float]) -> list[str]:
+    """Return a line for each metric that is not zero for want of failures.
+
+    >>> _tabular({"validation/pass@1/sums": 0.5, "rollout/failed_timeout": 0.0})
+    ['validation/pass@1/sums  0.5']
+    """
+    shown = {name: value for name, value in metrics.items() if value or not name.startswith("rollout/failed_")}
+    cells = max(map(len, shown), default=0)
+    return [f"{clean(name):{cells}}  {value:.4g}" for name, value in sorted(shown.items())]
 
 
 def chat(
@@ -91,19 +117,32 @@ def chat(
         str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, a run folder, or any Hugging Face folder.")
     ],
     temperature: Temperature = 0.0,
-    max_response_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="512, or as in training.")] = None,
+    example: Annotated[
+        str | None, typer.Option(help="Watch an episode on this example instead: its number, from 0, or `any` by seed.")
+    ] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files with examples; by default the run's own.")] = None,
+    episode: Annotated[
+        str | None, typer.Option(help="file.py:function of the episode or agent; by default the run's own.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Talk to a checkpoint."""
-    from rallypoint.recipes.use import Conversation, find_trained
+    """Talk to a checkpoint, or watch it in an episode."""
+    from rallypoint.recipes.use import Asked, Conversation, find_trained
 
     # Lines are read, and answers printed as they are sampled; an empty line begins anew, the end of input ends.
     console = Console(highlight=False)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # what is typed or piped in may be no text
     trained = find_trained(checkpoint, trust_remote_code=trust_remote_code)
-    conversation = Conversation(trained, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+    if example is not None or data or episode is not None:
+        asked = Asked(temperature, 1, max_response_tokens, seed)
+        _watch(console, trained, data or (), _number_of(example or "any"), asked, episode)
+        return
+    conversation = Conversation(
+        trained, temperature=temperature, max_response_tokens=max_response_tokens or 512, seed=seed
+    )
     console.print("Empty line: a new conversation. Ctrl-D: end.", style="dim")
     while True:
         try:
@@ -124,6 +163,38 @@ def chat(
             conversation.forget()
             console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True)
         console.print()
+
+
+def _number_of(example: str) -> int | None:
+    if example != "any" and not example.isdecimal():
+        raise typer.BadParameter(f"--example: expected a number from 0, or any, found {example}")
+    return None if example == "any" else int(example)
+
+
+def _watch(
+    console: Console, trained: Trained, data: Sequence[str], place: int | None, asked: Asked, episode: str | None
+) -> None:
+    """Print an episode as it is played, and how it ended."""
+    from rallypoint.environments.failures import RolloutFailure, describe_failures
+    from rallypoint.recipes.evaluation import Evaluation, watch
+    from rallypoint.recipes.play import in_loop
+    from rallypoint.run.step_rollouts import as_entries
+
+    say = functools.partial(console.print, markup=False, soft_wrap=True)
+
+    async def print_all() -> None:
+        num_shown = 0
+        async for found in watch(trained, data, place, asked=asked, say=say, episode=episode):
+            if isinstance(found, Evaluation):
+                print_outcome(console, found.rollouts()[0])
+            elif isinstance(found, RolloutFailure):
+                say(_printable(describe_failures([found])))
+            else:
+                for number, turn in enumerate(found[num_shown:], num_shown):
+                    print_turn(console, number, as_entries(turn))
+                num_shown = len(found)
+
+    in_loop(print_all())
 
 
 def export(

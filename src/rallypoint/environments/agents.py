@@ -11,22 +11,17 @@ sessions, servers, torch, because configs are checked, and agents run, where tha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import json
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 from rallypoint.data.dataset import Example
-from rallypoint.environments.failures import RolloutFailureKind
-from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded, named, packed
-from rallypoint.environments.outcome import is_ours, unwrapped
-from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import Task
-from rallypoint.errors import EnvironmentFailedError, UserCodeError, first_line
-from rallypoint.user_code import UserFunction, format_user_traceback, own_signature, split, written_signature
+from rallypoint.environments.given import GIVEN, how_to_give, is_given
+from rallypoint.environments.in_process import RolloutTask
+from rallypoint.errors import UserCodeError
+from rallypoint.user_code import own_signature, split, written_signature
 
 _EXPECTED = "expected a function of (base_url, api_key, example), async or not"
 
@@ -47,103 +42,26 @@ class AgentCall:
     example: Example
     group: int = 0
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Returned:
-    """The end of an agent that did not fail."""
-
-    result: object
-    """What it returned, as JSON has it; `sampling/episode_end.py` says what that means."""
+    @property
+    def key(self) -> str:
+        """See `RolloutCall.key`."""
+        return self.api_key
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AgentFailed:
-    """Why an agent has no result."""
-
-    kind: RolloutFailureKind
-    reason: str
-    """One line."""
-    traceback: str = ""
-    """The agent's own frames."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AgentTask(Task[AgentCall, Returned | AgentFailed]):
-    """An agent's function; the text of its file goes with it, so that all processes run the same."""
+class AgentTask(RolloutTask[AgentCall]):
+    """An agent."""
 
     WHOSE: ClassVar[str] = "the agent"
 
-    function: UserFunction | None = None
-    """None for one that Python gave, whose pickle is in `code`."""
+    def misfit(self, function: object) -> str | None:
+        """See `RolloutTask.misfit`."""
+        return find_misfit(function)
 
-    @classmethod
-    def of(cls, spec: str) -> Self:
-        """Return the task that a name stands for.
-
-        Raises:
-            UserCodeError: there is no such file, or the function cannot be sent to a process.
-        """
-        if not is_given(spec):
-            return cls(spec, function=UserFunction.read(spec, {}))
-        if spec not in GIVEN:
-            raise UserCodeError(how_to_give(spec, "episode"))
-        if (code := GIVEN[spec].code) is None:
-            raise UserCodeError(
-                f"an agent runs in a process, and this one cannot be sent there: {GIVEN[spec].why_here}"
-            )
-        return cls(spec, code=code)
-
-    def load(self) -> tuple[Callable[..., object], Wants]:
-        """See `Task.load`."""
-        function = loaded(self.code, {}, self.WHOSE) if self.function is None else self.function.load()
-        if (problem := find_misfit(function)) is not None:
-            raise UserCodeError(problem)
-        return function, Wants()
-
-    def answer(
-        self,
-        function: Callable[..., object],
-        wants: Wants,
-        calls: Sequence[AgentCall],
-        wait: Callable[[Awaitable[object]], object],
-    ) -> Sequence[Mapping[str, Any]]:
-        """See `Task.answer`; the environment names the session, too, as some programs read it there."""
-        del wants
-        (call,) = calls
+    def begin(self, function: Callable[..., object], call: AgentCall) -> tuple[object, Callable[[], int | None]]:
+        """See `RolloutTask.begin`; the environment names the session, too, as some programs read it there."""
         os.environ.update(OPENAI_BASE_URL=call.base_url, OPENAI_API_KEY=call.api_key)
         os.environ.update(ANTHROPIC_BASE_URL=call.base_url.removesuffix("/v1"), ANTHROPIC_API_KEY=call.api_key)
-        value = function(call.base_url, call.api_key, call.example)
-        value = unwrapped(wait(value) if inspect.isawaitable(value) else value)
-        try:
-            return [{"result": json.loads(json.dumps(value, default=_plain))}]
-        except (TypeError, ValueError, RecursionError):
-            reason = f"the agent returned {type(value).__name__} that is no JSON"
-            return [dataclasses.asdict(AgentFailed("malformed", reason))]
-
-    def read(self, answer: Mapping[str, Any]) -> Returned | AgentFailed:
-        """See `Task.read`."""
-        return AgentFailed(**answer) if "kind" in answer else Returned(answer["result"])
-
-    def raised(self, error: BaseException) -> AgentFailed:
-        """See `Task.raised`."""
-        kind = "environment" if isinstance(error, OSError | EnvironmentFailedError) else "raised"
-        reason = f"the agent raised {type(error).__name__}: {first_line(error)}"
-        return AgentFailed(kind, reason, format_user_traceback(error, skip=is_ours))
-
-    def ended(self, reason: str, where: str) -> AgentFailed:
-        """See `Task.ended`."""
-        return AgentFailed("raised", reason, where)
-
-    def timed_out(self, where: str) -> AgentFailed:
-        """See `Task.timed_out`."""
-        return AgentFailed("timeout", f"the agent took longer than {self.timeout_s:g} s", where)
-
-
-@contextlib.contextmanager
-def giving_agent(agent: Callable[..., object]) -> Iterator[str]:
-    """Yield the name under which a config may name an agent as long as the block lasts."""
-    with named(agent, agent, *packed(agent)) as spec:
-        yield spec
+        return function(call.base_url, call.api_key, call.example), lambda: None
 
 
 def is_agent(spec: str) -> bool:
@@ -188,11 +106,3 @@ def _find_misfit_of(signature: inspect.Signature) -> str | None:
     except TypeError as error:
         return f"{_EXPECTED}; this one takes {signature}: {error}"
     return None
-
-
-def _plain(value: object) -> object:
-    """Return what JSON can hold in place of a number or vector of another library."""
-    plain = unwrapped(value)
-    if plain is value:
-        raise TypeError(f"{type(value).__name__} is no JSON")
-    return cast("object", plain)

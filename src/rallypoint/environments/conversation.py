@@ -71,16 +71,25 @@ class Conversation:
         turns = rollout.turns
         if len(turns) == 1 and not rollout.metrics and rollout.rewards is None and not rollout.num_tool_calls:
             return None
-        texts = decode([list(turn.response) for turn in turns])
-        found = [
-            TurnInWords(
-                parent, turn.said or _bare(turn, written), len(turn.prompt), start, len(turn.response), text, turn.limit
-            )
-            for parent, turn, start, text in zip(rollout.parents, turns, rollout.starts, texts, strict=True)
-        ]
-        return cls(
-            tuple(found), rollout.metrics, rollout.num_tool_calls, rollout.num_tool_errors, round(rollout.own_s, 3)
+        found = turns_in_words(rollout, decode=decode, written=written)
+        calls, errors = rollout.num_tool_calls, rollout.num_tool_errors
+        return cls(found, rollout.metrics, calls, errors, round(rollout.own_s, 3))
+
+
+def turns_in_words(
+    rollout: Trajectory,
+    *,
+    decode: Callable[[list[list[int]]], Sequence[str]],
+    written: Callable[[Sequence[int]], str],
+) -> tuple[TurnInWords, ...]:
+    """Return each turn in words; see `Conversation.of`."""
+    texts = decode([list(turn.response) for turn in rollout.turns])
+    return tuple(
+        TurnInWords(
+            parent, turn.said or _bare(turn, written), len(turn.prompt), start, len(turn.response), text, turn.limit
         )
+        for parent, turn, start, text in zip(rollout.parents, rollout.turns, rollout.starts, texts, strict=True)
+    )
 
 
 def _bare(turn: Turn, written: Callable[[Sequence[int]], str]) -> tuple[tuple[str, str], ...]:

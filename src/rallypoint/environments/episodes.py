@@ -11,16 +11,24 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from rallypoint.environments.blocking import is_plain
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
 from rallypoint.environments.steps import find_misfit_of_class, play
 from rallypoint.errors import UserCodeError
-from rallypoint.user_code import UserFunction, is_written_async, own_signature, split, written_signature
+from rallypoint.user_code import (
+    UserFunction,
+    is_written_async,
+    is_written_plain,
+    own_signature,
+    split,
+    written_signature,
+)
 
 if TYPE_CHECKING:
     from rallypoint.environments.client import Client
     from rallypoint.environments.environment import Episode, Prompt
 
-_EXPECTED = "expected an async function of (client, example) or (prompt, client)"
+_EXPECTED = "expected an async function of (client, example) or (prompt, client), or a plain one of (client, example)"
 _OR_CLASS = f"{_EXPECTED}, or a class with reset(example) and step(message)"
 
 
@@ -42,7 +50,7 @@ def check_episode_spec(spec: str) -> str | None:
         return str(error)
     if signature is None:
         return None
-    if not is_written_async(path, name):
+    if not is_written_async(path, name) and not is_written_plain(path, name, first="client"):
         return f"{_OR_CLASS}, found {name}, which is not async"
     return _find_misfit_of(signature)
 
@@ -56,6 +64,10 @@ def load_episode(spec: str) -> Episode:
     function: Any = GIVEN[spec].function if spec in GIVEN else UserFunction.read(spec, {}).load()
     if (problem := find_misfit(function)) is not None:
         raise UserCodeError(problem)
+    if is_plain(function):
+        raise UserCodeError(
+            f"{_OR_CLASS}; a plain one runs in a process, so its file has to say `def {name_of(function)}`"
+        )
     return cast("Episode", function)
 
 
@@ -72,7 +84,8 @@ def find_misfit(function: object) -> str | None:
         return find_misfit_of_class(function)
     if not callable(function) or isinstance(function, type):
         return f"{_OR_CLASS}, found {name}"
-    if not inspect.iscoroutinefunction(inspect.unwrap(function)) and not _is_async_object(function):
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or _is_async_object(function)
+    if not is_async and not is_plain(function):
         return f"{_OR_CLASS}, found {name}, which is not async"
     return _find_misfit_of(own_signature(function))
 

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from rallypoint.environments.outcome import FailureKind
-from rallypoint.errors import GenerationError, RewardError
+from rallypoint.errors import (
+    EnvironmentFailedError,
+    EpisodeError,
+    GenerationError,
+    RequestError,
+    RewardError,
+    RowFullError,
+    SandboxError,
+)
 
 RolloutFailureKind: TypeAlias = Literal["timeout", "raised", "environment", "overlong", "malformed", "engine"]
 """`timeout`: the episode took longer than it may. `raised`: it raised an exception. `environment`: what it talks to
@@ -77,6 +85,26 @@ Failures: TypeAlias = Sequence[RewardFailure | RolloutFailure]
 
 class TooManyFailuresError(RewardError, GenerationError):
     """More rollouts failed, or have no score, than `rollout.max_failed` allows."""
+
+
+def failure_kind_of(error: BaseException, *, is_of_engine: bool = False) -> RolloutFailureKind:
+    """Return which failure an exception of an episode is.
+
+    Args:
+        error: that ended it.
+        is_of_engine: whether its client raised it, as the engine failed.
+    """
+    match error:
+        case RowFullError():
+            return "overlong"
+        case GenerationError() if is_of_engine:
+            return "engine"
+        case EpisodeError() | RequestError():
+            return "malformed"
+        case EnvironmentFailedError() | GenerationError() | SandboxError() | OSError():
+            return "environment"
+        case _:
+            return "raised"
 
 
 def most_failures(max_failed: float, num_rows: int) -> int:

@@ -125,12 +125,12 @@ def how_to_give(spec: str, what: Literal["reward", "episode"] = "reward") -> str
     )
 
 
-def how_to_give_for_eval(spec: str) -> str:
+def how_to_give_for_eval(spec: str, what: Literal["reward", "episode"] = "reward") -> str:
     """Say the same to who scores the model of a run."""
     own = spec.removeprefix(_MARK).partition("-")[0]
     return (
-        f"the reward of this run, {own}, was given to rally.train in Python and is not kept: give it again: "
-        f"rally.evaluate(run, rows, reward={own}), or put it into a file and name it: --reward rewards.py:FUNCTION"
+        f"the {what} of this run, {own}, was given to rally.train in Python and is not kept: give it again: "
+        f"rally.evaluate(run, rows, {what}={own}), or put it into a file and name it: --{what} {what}s.py:FUNCTION"
     )
 
 

@@ -18,10 +18,8 @@ from rich.console import Console
 from rallypoint.config import RECIPES, TrainerConfig, declare, read
 from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
-from rallypoint.environments.agents import Agent, giving_agent
-from rallypoint.environments.environment import Episode
-from rallypoint.environments.episodes import giving_episode
 from rallypoint.errors import ConfigError, ModelError, RallyError
+from rallypoint.library.episodes import AnyEpisode, episode_keys
 from rallypoint.library.launch import launch
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
@@ -31,7 +29,6 @@ from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.recipe import Recipe
 from rallypoint.recipes.use import find_trained
 from rallypoint.run.folder import RunFolder
-from rallypoint.user_code import own_signature
 
 ResultT = TypeVar("ResultT")
 
@@ -102,7 +99,7 @@ def train(
     data: Data | None = None,
     validation: Data | None = None,
     reward: Rewards | None = None,
-    episode: str | Episode | Agent | None = None,
+    episode: AnyEpisode | None = None,
     config: Mapping[str, object] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     resume: bool = False,
@@ -140,7 +137,7 @@ def train(
     keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}
     with contextlib.ExitStack() as given:
         specs = None if reward is None else specs_of(reward, given)
-        keys |= _rewards(specs) | _episodes(episode, given)
+        keys |= _rewards(specs) | episode_keys(episode, given)
         watch = _Watch((callbacks,) if callable(callbacks) else tuple(callbacks))
         try:
             named, of_recipe = _named(recipe, given)
@@ -266,15 +263,6 @@ def _rewards(specs: str | Mapping[str, str] | None) -> dict[str, object]:
         "reward.function": None,
         "reward.functions": [{"name": name, "function": spec} for name, spec in specs.items()],
     }
-
-
-def _episodes(episode: str | Episode | Agent | None, stack: contextlib.ExitStack) -> dict[str, object]:
-    """Return the key that names the episode; a function has a name until the stack is left."""
-    if episode is None or isinstance(episode, str):
-        return {} if episode is None else {"rollout.episode": episode}
-    if next(iter(own_signature(episode).parameters), "") == "base_url":
-        return {"rollout.episode": stack.enter_context(giving_agent(cast("Agent", episode)))}
-    return {"rollout.episode": stack.enter_context(giving_episode(cast("Episode", episode)))}
 
 
 def _material(

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from rallypoint.data.hub import hub_as_found
 from rallypoint.errors import DataError, RallyError
+from rallypoint.library.episodes import AnyEpisode, episode_spec
 from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
 from rallypoint.library.settings import renamed
 from rallypoint.prepare.from_python import Data, Model, data_files, model_path
-from rallypoint.recipes.use import Evaluation, Trained, complete, find_trained
-from rallypoint.recipes.use import evaluate as score
+from rallypoint.recipes.evaluation import Evaluation
+from rallypoint.recipes.evaluation import evaluate as score
+from rallypoint.recipes.use import Asked, Trained, complete, find_trained
 
 
 def generate(
@@ -48,7 +50,8 @@ def generate(
         raise DataError("prompts: expected texts or lists of messages, found a message; one conversation is [messages]")
     with _in_words_of_python(), _found(model, trust_remote_code) as (trained, store):
         (file,) = data_files([{"prompt": prompt, "ground_truth": ""} for prompt in several], store)
-        return complete(trained, file, temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+        asked = Asked(temperature=temperature, max_response_tokens=max_response_tokens, seed=seed)
+        return complete(trained, file, asked)
 
 
 def evaluate(
@@ -56,6 +59,7 @@ def evaluate(
     data: Data,
     *,
     reward: Rewards | None = None,
+    episode: AnyEpisode | None = None,
     temperature: float = 1.0,
     num_samples: int = 1,
     max_response_tokens: int | None = None,
@@ -69,17 +73,18 @@ def evaluate(
         model: as for `generate`.
         data: files or rows, as for `train`.
         reward: a function, its name, or several functions, whose scores are added up; None for that of the model's
-            run, if it is one that ships.
+            run, if it is one that ships, or if you started the run.
+        episode: an episode or an agent, or its name; "null" for single responses; None for that of the model's run.
         temperature: 0 is greedy.
-        num_samples: responses to each prompt.
+        num_samples: responses to each prompt, or episodes.
         max_response_tokens: most of a response; None: as in training, or 512.
         seed: of what is drawn.
         trust_remote_code: whether Python code of the model's folder may run.
-        say: called with a line about prompts that are too long, and about a run's episode, which is not used.
+        say: called with a line about prompts that are too long, and the like.
 
     Raises:
         RewardError: no reward function is known, or it failed on every response.
-        ConfigError: what is given as reward is none.
+        ConfigError: what is given as reward or episode is none.
         DataError: the data have bad rows.
         ModelError: the model cannot be loaded.
     """
@@ -92,12 +97,10 @@ def evaluate(
             trained,
             files,
             reward=specs,
-            temperature=temperature,
-            num_samples=num_samples,
-            max_response_tokens=max_response_tokens,
+            asked=Asked(temperature, num_samples, max_response_tokens, seed),
             max_prompts=None,
-            seed=seed,
             say=say,
+            episode=None if episode is None else episode_spec(episode, stack),
         )
 
 

@@ -31,6 +31,7 @@ from rallypoint.data import (
 )
 from rallypoint.data.template import CLOCK, hold_clock
 from rallypoint.environments.agents import is_agent
+from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.grader import probe_rewards
 from rallypoint.environments.reward import opens_sandbox
@@ -347,7 +348,7 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     for section, own in config.own_functions.items():
         lines.append(f"{section:13}  {own.function}, which keeps to every rule")
     if (episode := config.rollout.own_episode) is not None:
-        where = "is imported in its processes" if is_agent(episode) else "could be imported"
+        where = "is imported in its processes" if is_agent(episode) or is_blocking(episode) else "could be imported"
         lines.append(f"episode        {episode}, which {where}")
     if tools := config.rollout.tools:
         lines.append(f"tools          {', '.join(one.function for one in tools)}")

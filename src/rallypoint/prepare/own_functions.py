@@ -18,6 +18,7 @@ from rallypoint.config import RewardConfig, RunConfig
 from rallypoint.config.recipes import find_episode_clashes
 from rallypoint.config.sections.material import RewardFunctionConfig
 from rallypoint.environments.agents import is_agent
+from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.episodes import find_misfit, load_episode, name_of
 from rallypoint.environments.given import how_to_give_for_eval, is_given
@@ -44,7 +45,7 @@ def own_function(config: RunConfig, section: str) -> Callable[[Any], Any]:
 
 
 def own_episode(config: RunConfig) -> Episode | None:
-    """Return the episode that a config names; None where a rollout has a single turn, or an agent makes it.
+    """Return the episode that a config names; None where a rollout has a single turn, or a process makes it.
 
     Raises:
         ConfigError: it cannot be loaded, or is no episode.
@@ -54,7 +55,7 @@ def own_episode(config: RunConfig) -> Episode | None:
         if tool_use is not None:
             tools = [open_tool(one.function, one.parameters) for one in tool_use.tools]
             return ToolUse(*tools, max_turns=tool_use.max_turns, system=tool_use.system)
-        return None if spec is None or is_agent(spec) else load_episode(spec)
+        return None if spec is None or is_agent(spec) or is_blocking(spec) else load_episode(spec)
     except (UserCodeError, DataError) as error:
         said = "rollout.episode" if spec is None else f"rollout.episode={spec!r}"
         raise ConfigError((f"{said}: {error}",)) from None
@@ -112,19 +113,55 @@ def check_own_functions(config: RunConfig) -> None:
         raise ConfigError(tuple(problems))
 
 
-def rewards_for(path: str, config: RunConfig | None, reward: str | Mapping[str, str] | None) -> RewardConfig:
+SINGLE_TURN = "null"
+"""Names no episode, where the run has one."""
+
+
+def episode_for(path: str, config: RunConfig | None, episode: str | None) -> Episode | str | None:
+    """Return the episode of an evaluation, or its name; None if a rollout is a single response.
+
+    Args:
+        path: of the model.
+        config: of the run that made the model; None if it lies in none.
+        episode: that is named, or `SINGLE_TURN`; None for the run's.
+
+    Raises:
+        ConfigError: none is named, and that of the run may not be run here.
+    """
+    if episode is not None or config is None or config.rollout.episode is None:
+        return None if episode == SINGLE_TURN else episode
+    spec = config.rollout.own_episode
+    if spec is not None and is_given(spec):
+        raise ConfigError((how_to_give_for_eval(spec, "episode"),))
+    foreign = unsigned(config, RunFolder(Path(path).parent.parent).state().launched.signed)
+    if own := [f"{key}={what}" for key, what in foreign.items() if key.startswith("rollout.episode")]:
+        named = f"--episode {spec}" if spec is not None else "--episode file.py:function"
+        raise ConfigError(
+            (
+                f"{own[0]}: you did not start that run on this machine, and a run folder does not decide what is run "
+                f"here; if you know and trust it, name it: {named}; --episode {SINGLE_TURN} samples single responses",
+            )
+        )
+    return spec if spec is not None else own_episode(config)
+
+
+def rewards_for(
+    path: str, config: RunConfig | None, reward: str | Mapping[str, str] | None, *, is_needed: bool = True
+) -> RewardConfig:
     """Return the rewards of an evaluation.
 
     Args:
         path: of the model, for messages.
         config: of the run that made the model; None if it lies in none.
         reward: a function that is named, or several by their names, whose scores are added up; None for the run's.
+        is_needed: whether nothing else gives scores; an episode may.
 
     Raises:
         RewardError: none is named, and the run has none that may be run here.
     """
     if not reward:
-        return _of_run(path, config)
+        has_functions = config is not None and "rollout" in config.roles and config.reward.all_functions
+        return _of_run(path, config) if is_needed or has_functions else RewardConfig()
     several = {} if isinstance(reward, str) else reward
     named = {
         "function": reward if isinstance(reward, str) else None,

@@ -22,6 +22,7 @@ from rallypoint.cpu.threads import few_threads
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.agents import is_agent
+from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.errors import WorkerDiedError
 from rallypoint.journal import (
@@ -32,6 +33,7 @@ from rallypoint.journal import (
 )
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
+from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.interruption import Observer, acknowledging
 from rallypoint.recipes.recipe import Setup, page_of
@@ -198,13 +200,14 @@ def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoin
     return Endpoint(config.rollout.serve, folder, journal)
 
 
-def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents | None:
-    """Take what the run's agents need, if it has some; only then the server is imported."""
-    if config.rollout.own_episode is None or not is_agent(config.rollout.own_episode):
-        return None
+def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents | PlainEpisodes | None:
+    """Take what the run's agents or plain episodes need, if it has some; only for agents the server is imported."""
+    spec = config.rollout.own_episode
+    if spec is None or not is_agent(spec):
+        return PlainEpisodes.of_run(config, folder, material) if spec is not None and is_blocking(spec) else None
     from rallypoint.recipes.agents import Agents
 
-    return Agents(config, folder, material)
+    return Agents.of_run(config, folder, material)
 
 
 async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:
@@ -235,7 +238,7 @@ class _Roles:
     observer: Observer
     endpoint: Endpoint | None
     grader: Grader
-    agents: Agents | None
+    agents: Agents | PlainEpisodes | None
     recorded: Recorded | None
     runtime: Runtime
     pools: ResourcePoolManager

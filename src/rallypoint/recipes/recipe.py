@@ -60,6 +60,7 @@ from rallypoint.types import Last, Metrics, merge
 
 if TYPE_CHECKING:
     from rallypoint.recipes.agents import Agents
+    from rallypoint.recipes.blocking import PlainEpisodes
 
 _NOT_EXACT = (
     "turns of episodes are sampled beside others as they come, so two runs with one seed may differ by rounding; "
@@ -88,7 +89,7 @@ class Setup:
     grader: Grader
     journal: Journal
     """The journal of the run; its `say` appends a line for the user."""
-    agents: Agents | None = None
+    agents: Agents | PlainEpisodes | None = None
     """What runs the agent that the config names, if it does."""
     recorded: Recorded | None = None
     """The run whose rollouts are taken instead of sampling; None samples."""

@@ -1,12 +1,11 @@
-"""A trained model at work: scored on a data set, or in conversation. One process, no Ray."""
+"""A trained model at work: it answers the prompts of a data set, or talks. One process, no Ray."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,18 +23,13 @@ from rallypoint.data import (
     load_dataset,
     load_tokenizer,
 )
-from rallypoint.data.tokenizer import TokenTexts
-from rallypoint.environments.failures import RewardFailure
-from rallypoint.environments.grader import open_grader
-from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
-from rallypoint.errors import ModelError, RewardError
+from rallypoint.errors import ModelError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
 from rallypoint.models import ModelShard
 from rallypoint.prepare.data_notes import say_fates
 from rallypoint.prepare.model_folders import is_hub_name
 from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
-from rallypoint.prepare.own_functions import rewards_for
 from rallypoint.run.folder import named_run
 from rallypoint.sampling.client import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
@@ -82,22 +76,16 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Evaluation:
-    """How a model did on a data set."""
+class Asked:
+    """How a model is asked."""
 
-    scores: tuple[float, ...]
-    """One for each response that could be scored."""
-    failures: tuple[RewardFailure, ...]
-    num_prompts: int
-    num_tokens: int
-    num_truncated: int
-    best: tuple[Example, str, float]
-    worst: tuple[Example, str, float]
-
-    @property
-    def mean(self) -> float:
-        """Mean score of the responses that have one."""
-        return sum(self.scores) / len(self.scores)
+    temperature: float = 1.0
+    """0 is greedy."""
+    num_samples: int = 1
+    """Responses, or episodes, of each prompt."""
+    max_response_tokens: int | None = None
+    """Most tokens of a response; None: as in training, or 512."""
+    seed: int = 0
 
 
 def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
@@ -148,165 +136,127 @@ def _base(adapter: Path, config: RunConfig | None) -> str:
     return base
 
 
-def evaluate(
-    trained: Trained,
-    data: Sequence[str],
-    *,
-    reward: str | Mapping[str, str] | None,
-    temperature: float,
-    num_samples: int,
-    max_response_tokens: int | None,
-    max_prompts: int | None,
-    seed: int,
-    say: Callable[[str], None],
-) -> Evaluation:
-    """Sample responses to every prompt of a data set and score them by one function, or by the sum of several.
-
-    Raises:
-        RewardError: no reward function is known or may be run, or it failed on every response.
-        DataError: the data set has bad rows.
-        ModelError: the folder cannot be loaded.
-    """
-    config = trained.config
-    if config is not None and config.rollout.episode is not None:
-        say("single turns are scored: the run's rollout.episode is not used here")
-    with contextlib.closing(open_grader(rewards_for(trained.path, config, reward))) as grader:
-        grader.load()
-        columns = config.data.columns.named if config and config.data.columns else {}
-        sampled = _sample(
-            trained,
-            load_dataset([DataSet(path, columns=columns) for path in data])[:max_prompts],
-            temperature=temperature,
-            num_samples=num_samples,
-            max_response_tokens=max_response_tokens,
-            seed=seed,
-            on_too_long=config.data.on_too_long if config else "error",
-            say=say,
-        )
-        batch, examples = sampled.batch, sampled.prompts.examples
-        texts = TokenTexts(sampled.tokenizer)
-        scoring = Scoring(grader, decode=sampled.texts, token_texts=texts, num_rows=len(batch), warn=say)
-        scoring.add(0, batch, [examples[int(index)] for index in batch.prompt_index])
-        scoring.finish()
-        (group,) = scoring.run()
-        return _summarise(group, combine([group]), len(examples))
-
-
-def complete(
-    trained: Trained, data: str, *, temperature: float, max_response_tokens: int | None, seed: int
-) -> list[str]:
+def complete(trained: Trained, data: str, asked: Asked) -> list[str]:
     """Return one response to each prompt of a file.
 
     Raises:
         DataError: the data set has bad rows.
         ModelError: the folder cannot be loaded, or a prompt is too long.
     """
-    sampled = _sample(
-        trained,
-        load_dataset([DataSet(data)], require_ground_truth=False).examples,
-        temperature=temperature,
-        num_samples=1,
-        max_response_tokens=max_response_tokens,
-        seed=seed,
-        on_too_long="error",
-        say=lambda _: None,
-    )
-    return sampled.texts([sampled.batch.response(row).tolist() for row in range(len(sampled.batch))])
+    opened = Opened.of(trained)
+    examples = load_dataset([DataSet(data)], require_ground_truth=False).examples
+    batch = opened.answers(opened.encode(examples, on_too_long="error", say=lambda _: None), asked)
+    return list(opened.texts([batch.response(row).tolist() for row in range(len(batch))]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Sampled:
-    """Responses to the prompts of a data set."""
+class Opened:
+    """A model that was loaded, with its tokenizer."""
 
+    trained: Trained
     tokenizer: PreTrainedTokenizerBase
-    prompts: EncodedPrompts
-    batch: RolloutBatch
+    engine: NativeEngine
+    """Exact if that of its run was."""
 
-    def texts(self, responses: list[list[int]]) -> list[str]:
+    @classmethod
+    def of(cls, trained: Trained) -> Self:
+        """Load a model.
+
+        Raises:
+            ModelError: the folder cannot be loaded.
+        """
+        config = trained.config
+        tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
+        model = trained.load().model
+        check_ids(trained.path, TemplateProbe.of(tokenizer).ids, tokenizer, RowLimits.of(model.config).num_ids)
+        engine = NativeEngine(
+            model,
+            max_rows=config.rollout.max_batch_rows if config else 64,
+            mode="exact" if config and config.rollout.exact else "fast",
+            decode=decoder(tokenizer),
+        )
+        return cls(trained, tokenizer, engine)
+
+    @property
+    def limits(self) -> RowLimits:
+        """What the model can take."""
+        return RowLimits.of(self.engine.model.config)
+
+    def texts(self, responses: list[list[int]]) -> Sequence[str]:
         """Return the texts of responses, without special tokens."""
         return self.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
-
-def _sample(
-    trained: Trained,
-    examples: Sequence[Example],
-    *,
-    temperature: float,
-    num_samples: int,
-    max_response_tokens: int | None,
-    seed: int,
-    on_too_long: OnTooLong,
-    say: Callable[[str], None],
-) -> _Sampled:
-    config = trained.config
-    tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
-    engine = _engine(trained, tokenizer)
-    limits = RowLimits.of(engine.model.config)
-    most = limits.max_data_tokens(config) if config else 4096
-    encoded = encode_prompts(
-        tokenizer, examples, max_prompt_tokens=most, on_too_long=on_too_long, num_ids=limits.num_ids
-    )
-    say_fates(encoded, most, say)
-    usual = config.rollout.max_response_tokens if config else 512
-    limit = _response_limit(trained, engine, encoded, max_response_tokens, usual)
-    prompts = Prompts(
-        offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
-        tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
-        prompt_index=torch.arange(len(encoded.token_ids)),
-    )
-    params = _params(trained, tokenizer, engine, temperature, limit, seed)
-    batch = generate(engine, prompts, params, version=0, group_size=num_samples)
-    return _Sampled(tokenizer, encoded, batch)
-
-
-def _summarise(group: ScoredGroup, scored: Scored, num_prompts: int) -> Evaluation:
-    if not len(scored.batch):
-        raise RewardError(f"no response could be scored; the first: {scored.failures[0]}")
-    scores = scored.batch.scores.tolist()
-    best, worst = (
-        (group.examples[scored.kept_rows[place]], group.texts[scored.kept_rows[place]], scores[place])
-        for place in (
-            max(range(len(scores)), key=scores.__getitem__),
-            min(range(len(scores)), key=scores.__getitem__),
+    def encode(
+        self, examples: Sequence[Example], *, on_too_long: OnTooLong, say: Callable[[str], None]
+    ) -> EncodedPrompts:
+        """Return prompts as token ids, as in training."""
+        limits, config = self.limits, self.trained.config
+        most = limits.max_data_tokens(config) if config else 4096
+        encoded = encode_prompts(
+            self.tokenizer, examples, max_prompt_tokens=most, on_too_long=on_too_long, num_ids=limits.num_ids
         )
-    )
-    return Evaluation(
-        scores=tuple(scores),
-        failures=scored.failures,
-        num_prompts=num_prompts,
-        num_tokens=group.rows.num_loss_tokens,
-        num_truncated=int(group.rows.truncated.sum()),
-        best=best,
-        worst=worst,
-    )
+        say_fates(encoded, most, say)
+        return encoded
 
+    def answers(self, encoded: EncodedPrompts, asked: Asked) -> RolloutBatch:
+        """Sample responses to prompts.
 
-def _response_limit(
-    trained: Trained, engine: NativeEngine, encoded: EncodedPrompts, wanted: int | None, usual: int
-) -> int:
-    """Return how long responses may be; beyond the positions that the model knows it would only babble.
-
-    Raises:
-        ModelError: the longest prompt leaves less room than is wanted, or none.
-    """
-    longest = max(map(len, encoded.token_ids))
-    room = engine.max_request_tokens - longest
-    if (wanted or 1) > room:
-        raise ModelError(
-            f"{trained.path}: supports rows of {longest + room} tokens, but the longest prompt has {longest} and a "
-            f"response may have {wanted or usual}; lower --max-response-tokens, or leave long prompts out"
+        Raises:
+            ModelError: a prompt is too long.
+        """
+        prompts = Prompts(
+            offsets=offsets_from_lengths(torch.tensor([len(ids) for ids in encoded.token_ids])),
+            tokens=torch.tensor([token for ids in encoded.token_ids for token in ids]),
+            prompt_index=torch.arange(len(encoded.token_ids)),
         )
-    return wanted or min(usual, room)
+        params = self.params(asked, self._room(encoded, asked))
+        return generate(self.engine, prompts, params, version=0, group_size=asked.num_samples)
+
+    def response_limit(self, asked: Asked) -> int:
+        """Return how long responses may be, if their prompts leave room for it."""
+        config = self.trained.config
+        return asked.max_response_tokens or (config.rollout.max_response_tokens if config else 512)
+
+    def _room(self, encoded: EncodedPrompts, asked: Asked) -> int:
+        """Return how long responses may be; beyond the positions that the model knows it would only babble.
+
+        Raises:
+            ModelError: the longest prompt leaves less room than is wanted, or none.
+        """
+        longest, wanted, usual = max(map(len, encoded.token_ids)), asked.max_response_tokens, self.response_limit(asked)
+        room = self.engine.max_request_tokens - longest
+        if (wanted or 1) > room:
+            raise ModelError(
+                f"{self.trained.path}: supports rows of {longest + room} tokens, but the longest prompt has {longest} "
+                f"and a response may have {usual}; lower --max-response-tokens, or leave long prompts out"
+            )
+        return wanted or min(usual, room)
+
+    def params(self, asked: Asked, max_new_tokens: int) -> SamplingParams:
+        """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
+        trained = self.trained
+        stops = stop_tokens(trained.model_path, self.tokenizer, self.limits.num_ids)
+        if trained.config is None:
+            return SamplingParams(
+                max_new_tokens=max_new_tokens, temperature=asked.temperature, seed=asked.seed, stop_tokens=stops
+            )
+        usual = sampling_params(trained.config.rollout, seed=asked.seed, stop_tokens=stops)
+        return dataclasses.replace(
+            usual,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(usual.min_new_tokens, max_new_tokens),
+            temperature=asked.temperature,
+        )
 
 
 class Conversation:
     """Turns of a user and a model, each answer streamed as it is sampled."""
 
     def __init__(self, trained: Trained, *, temperature: float, max_response_tokens: int, seed: int) -> None:
-        self._tokenizer = load_tokenizer(trained.tokenizer_path, trust_remote_code=trained.trusts_remote_code)
+        opened, asked = Opened.of(trained), Asked(temperature=temperature, seed=seed)
+        self._tokenizer, self._engine = opened.tokenizer, opened.engine
         self._decode = decoder(self._tokenizer)
-        self._engine = _engine(trained, self._tokenizer)
-        self._params = _params(trained, self._tokenizer, self._engine, temperature, max_response_tokens, seed)
+        self._params = opened.params(asked, max_response_tokens)
         self._max_positions = self._engine.max_request_tokens
         self._messages: list[dict[str, str]] = []
 
@@ -353,32 +303,3 @@ class Conversation:
     def forget(self) -> None:
         """Begin a new conversation."""
         self._messages.clear()
-
-
-def _engine(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> NativeEngine:
-    rows = trained.config.rollout.max_batch_rows if trained.config else 64
-    model = trained.load().model
-    check_ids(trained.path, TemplateProbe.of(tokenizer).ids, tokenizer, RowLimits.of(model.config).num_ids)
-    return NativeEngine(model, max_rows=rows, decode=decoder(tokenizer))
-
-
-def _params(
-    trained: Trained,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: NativeEngine,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-) -> SamplingParams:
-    """Return how tokens are drawn: as in training, where the model comes from a run, but for what is asked for."""
-    stops = stop_tokens(trained.model_path, tokenizer, RowLimits.of(engine.model.config).num_ids)
-    asked = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop_tokens=stops)
-    if trained.config is None:
-        return asked
-    usual = sampling_params(trained.config.rollout, seed=seed, stop_tokens=stops)
-    return dataclasses.replace(
-        usual,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min(usual.min_new_tokens, max_new_tokens),
-        temperature=temperature,
-    )

@@ -161,7 +161,7 @@ class StepRollouts:
             {"parent": whole, "said": pa.list_(message), "num_added": whole, "start": whole, "length": whole}
             | {"response": text, "limit": text}
         )
-        turns = [None if one is None else [_as_entries(each) for each in one.turns] for one in said]
+        turns = [None if one is None else [as_entries(each) for each in one.turns] for one in said]
         return {
             "turns": pa.array(turns, pa.list_(turn)),
             "metrics": pa.array([one and list(one.metrics.items()) for one in said], pa.map_(text, pa.float64())),
@@ -171,7 +171,7 @@ class StepRollouts:
         }
 
 
-def _as_entries(turn: TurnInWords) -> dict[str, object]:
+def as_entries(turn: TurnInWords) -> dict[str, object]:
     """Return a turn as files have it."""
     said = [{"role": _writable(role), "text": _writable(text)} for role, text in turn.said]
     entries = {name: getattr(turn, name) for name in ("parent", "num_added", "start", "length", "limit")}

@@ -35,6 +35,7 @@ from rallypoint.sampling.calls import Call, Calls
 from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.episode_task import Ending, leave, where
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.sampler import Sampler
 from rallypoint.types import ROOT, Limit, Trajectory, Turn
 
 _NEXT_TURN = 2**33
@@ -45,8 +46,8 @@ _NEXT_TURN = 2**33
 class Terms:
     """What all episodes of a run have in common."""
 
-    mailbox: Mailbox
-    """In front of the role that samples."""
+    sampler: Sampler
+    """The mailbox of a run, or what stands for it."""
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     """Tokens of a row, prompts and responses of all turns together."""
@@ -97,6 +98,8 @@ class EpisodeClient:
         self._is_full = False
         self._tools: Tools | None = None
         """Those of Python that `chat` was given, which count their errors themselves."""
+        self.num_tool_errors: int | None = None
+        """Calls of tools that failed in the process of the episode; None if it has none, or none there."""
         self.own_time: OwnTime | None = None
         """Seconds of the episode; None before it has begun, and once it is over."""
         self._asking = set[asyncio.Task[object]]()
@@ -116,6 +119,11 @@ class EpisodeClient:
     def prompt(self) -> tuple[int, ...]:
         """See `Client.prompt`."""
         return self._prompt.tokens
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The turns that were sampled so far."""
+        return self._calls.turns
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,7 +156,8 @@ class EpisodeClient:
             leave(running)
         if isinstance(found, Trajectory):
             chats = self.chats
-            errors = self._tools.num_errors if self._tools is not None else chats.num_malformed
+            of_tools = self.num_tool_errors if self._tools is None else self._tools.num_errors
+            errors = chats.num_malformed if of_tools is None else of_tools
             return dataclasses.replace(found, own_s=own_s, num_tool_calls=chats.num_calls, num_tool_errors=errors)
         return RolloutFailure(
             name=self._prompt.example.name,
@@ -267,7 +276,7 @@ class EpisodeClient:
         self._asking.add(task)
         try:
             with time.paused():
-                outputs = await self._terms.mailbox.sample(request, self._rank, deliver=deliver)
+                outputs = await self._terms.sampler.sample(request, self._rank, deliver=deliver)
         except GenerationError as error:
             self._engine_errors.append(error)
             raise

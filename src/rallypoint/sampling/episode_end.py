@@ -25,15 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, cast
 
 from rallypoint.config import RunConfig
-from rallypoint.environments.failures import RolloutFailureKind
+from rallypoint.environments.failures import RolloutFailureKind, failure_kind_of
 from rallypoint.environments.outcome import Scores, as_number, is_ours, too_large, unwrapped
 from rallypoint.errors import (
-    EnvironmentFailedError,
-    EpisodeError,
-    GenerationError,
-    RequestError,
-    RowFullError,
-    SandboxError,
     first_line,
 )
 from rallypoint.sampling.calls import Calls
@@ -186,17 +180,12 @@ def failure_of(error: BaseException, *, is_of_engine: bool) -> EpisodeFailed:
         error: that ended it.
         is_of_engine: whether its client raised it, as the engine failed.
     """
-    match error:
-        case RowFullError():
-            return EpisodeFailed("overlong", str(error))
-        case GenerationError() if is_of_engine:
-            return EpisodeFailed("engine", str(error))
-        case EpisodeError() | RequestError():
-            kind, said = "malformed", first_line(error)
-        case EnvironmentFailedError() | GenerationError() | SandboxError() | OSError():
-            kind, said = "environment", f"the episode raised {type(error).__name__}: {first_line(error)}"
-        case _:
-            kind, said = "raised", f"the episode raised {type(error).__name__}: {first_line(error)}"
+    kind = failure_kind_of(error, is_of_engine=is_of_engine)
+    if kind in ("overlong", "engine"):
+        return EpisodeFailed(kind, str(error))
+    said = first_line(error)
+    if kind != "malformed":
+        said = f"the episode raised {type(error).__name__}: {said}"
     shown = format_user_traceback(error, skip=lambda file: file.startswith(_HERE) or is_ours(file))
     return EpisodeFailed(kind, said, shown)
 

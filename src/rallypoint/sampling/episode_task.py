@@ -32,7 +32,8 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 _WHAT_TO_DO = (
     "all other episodes, and the requests for their next turns, waited for it. Await what takes time: "
     "`await asyncio.to_thread(function, ...)` for a call that blocks, an async client for a service, a "
-    "ProcessPoolExecutor for computations; or write the episode as a class with `def step`, which has a thread"
+    "ProcessPoolExecutor for computations; or write the episode as a class with `def step`, which has a thread, or as "
+    "a plain `def`, which has a process"
 )
 _PASSES = 10
 """Passes of the event loop in which an episode that is cancelled ends."""

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rallypoint.cli.runs import choose, print_rollouts, print_runs
+from rallypoint.cli.rollouts import choose, print_rollouts
+from rallypoint.cli.runs import print_runs
 from rallypoint.run.overview import Overview
 
 

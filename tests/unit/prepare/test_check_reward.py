@@ -15,7 +15,8 @@ from rallypoint.environments.outcome import Failure, Scores
 from rallypoint.environments.reward import Wants
 from rallypoint.errors import RewardError
 from rallypoint.prepare.check_reward import Trial, check_reward, judged, written, wrong_answers
-from rallypoint.recipes.use import Trained, evaluate
+from rallypoint.recipes.evaluation import evaluate
+from rallypoint.recipes.use import Asked, Trained
 
 REWARDS = """
 import os, pathlib, time
@@ -172,9 +173,8 @@ def test_every_kind_of_wrong_answer_has_one_for_each_row():
 def test_a_run_folder_does_not_decide_where_responses_are_sent(tmp_path):
     keys = ["reward.function=judge", "reward.parameters={url: 'http://elsewhere/v1', model: m}"]
     trained = Trained(str(tmp_path), load_config("digits-grpo", keys).config)
-    asked = {"temperature": 0.0, "num_samples": 1, "max_response_tokens": None, "max_prompts": None, "seed": 0}
     with pytest.raises(RewardError, match="asks http://elsewhere/v1"):
-        evaluate(trained, ["train.jsonl"], reward=None, say=print, **asked)
+        evaluate(trained, ["train.jsonl"], reward=None, asked=Asked(), max_prompts=None, say=print)
 
 
 def test_a_pattern_that_wants_what_the_cue_has_opened_is_worried_about(checked, tmp_path):

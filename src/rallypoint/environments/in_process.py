@@ -1,0 +1,149 @@
+"""Rollouts that a function of the user's makes in a process that can be ended: what it is called with, and its end.
+
+Owns: what all such functions have in common. Must not know: how they sample, or torch, because configs are checked, and
+such functions run, where that is not imported.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
+
+from rallypoint.environments.failures import RolloutFailureKind, failure_kind_of
+from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded, named, packed
+from rallypoint.environments.outcome import is_ours, unwrapped
+from rallypoint.environments.reward import Wants
+from rallypoint.environments.worker import Call, Task
+from rallypoint.errors import UserCodeError, first_line
+from rallypoint.user_code import UserFunction, format_user_traceback
+
+
+class RolloutCall(Call, Protocol):
+    """What such a function is called with for one rollout."""
+
+    @property
+    def key(self) -> str:
+        """Says which rollout it is."""
+        ...
+
+
+RolloutCallT = TypeVar("RolloutCallT", bound=RolloutCall)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Returned:
+    """The end of a function that did not fail."""
+
+    result: object
+    """What it returned, as JSON has it; `sampling/episode_end.py` says what that means."""
+    num_tool_errors: int | None = None
+    """Calls of its own tools that failed; None if it had none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """Why a function has no result."""
+
+    kind: RolloutFailureKind
+    reason: str
+    """One line."""
+    traceback: str = ""
+    """The function's own frames."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutTask(Task[RolloutCallT, Returned | Ended], Generic[RolloutCallT]):
+    """Such a function; the text of its file goes with it, so that all processes run the same."""
+
+    function: UserFunction | None = None
+    """None for one that Python gave, whose pickle is in `code`."""
+
+    @classmethod
+    def of(cls, spec: str) -> Self:
+        """Return the task that a name stands for.
+
+        Raises:
+            UserCodeError: there is no such file, or the function cannot be sent to a process.
+        """
+        if not is_given(spec):
+            return cls(spec, function=UserFunction.read(spec, {}))
+        if spec not in GIVEN:
+            raise UserCodeError(how_to_give(spec, "episode"))
+        if (code := GIVEN[spec].code) is None:
+            why = GIVEN[spec].why_here
+            raise UserCodeError(f"{cls.WHOSE} runs in a process, and this one cannot be sent there: {why}")
+        return cls(spec, code=code)
+
+    @abc.abstractmethod
+    def misfit(self, function: object) -> str | None:
+        """Say why a function is none of these."""
+
+    @abc.abstractmethod
+    def begin(self, function: Callable[..., object], call: RolloutCallT) -> tuple[object, Callable[[], int | None]]:
+        """Call the function; return what it returns, and what says how many calls of its tools failed."""
+
+    def load(self) -> tuple[Callable[..., object], Wants]:
+        """See `Task.load`."""
+        function = loaded(self.code, {}, self.WHOSE) if self.function is None else self.function.load()
+        if (problem := self.misfit(function)) is not None:
+            raise UserCodeError(problem)
+        return function, Wants()
+
+    def answer(
+        self,
+        function: Callable[..., object],
+        wants: Wants,
+        calls: Sequence[RolloutCallT],
+        wait: Callable[[Awaitable[object]], object],
+    ) -> Sequence[Mapping[str, Any]]:
+        """See `Task.answer`."""
+        del wants
+        (call,) = calls
+        value, num_tool_errors = self.begin(function, call)
+        value = unwrapped(wait(value) if inspect.isawaitable(value) else value)
+        returned = {"result": value, "num_tool_errors": num_tool_errors()}
+        try:
+            return [json.loads(json.dumps(returned, default=_plain))]
+        except (TypeError, ValueError, RecursionError):
+            reason = f"{self.WHOSE} returned {type(value).__name__} that is no JSON"
+            return [dataclasses.asdict(Ended("malformed", reason))]
+
+    def read(self, answer: Mapping[str, Any]) -> Returned | Ended:
+        """See `Task.read`."""
+        return Ended(**answer) if "kind" in answer else Returned(**answer)
+
+    def raised(self, error: BaseException) -> Ended:
+        """See `Task.raised`."""
+        kind, said = failure_kind_of(error), first_line(error)
+        if kind == "overlong":
+            return Ended(kind, str(error))
+        reason = said if kind == "malformed" else f"{self.WHOSE} raised {type(error).__name__}: {said}"
+        return Ended(kind, reason, format_user_traceback(error, skip=is_ours))
+
+    def ended(self, reason: str, where: str) -> Ended:
+        """See `Task.ended`."""
+        return Ended("raised", reason, where)
+
+    def timed_out(self, where: str) -> Ended:
+        """See `Task.timed_out`."""
+        return Ended("timeout", f"{self.WHOSE} took longer than {self.timeout_s:g} s", where)
+
+
+@contextlib.contextmanager
+def giving_to_processes(function: Callable[..., object]) -> Iterator[str]:
+    """Yield the name under which a config may name a function for processes as long as the block lasts."""
+    with named(function, function, *packed(function)) as spec:
+        yield spec
+
+
+def _plain(value: object) -> object:
+    """Return what JSON can hold in place of a number or vector of another library."""
+    plain = unwrapped(value)
+    if plain is value:
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return cast("object", plain)
