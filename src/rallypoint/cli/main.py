@@ -211,7 +211,7 @@ def replay(
 @app.command()
 def waste(run: Run) -> None:
     """Print the seconds and tokens of a run that bought nothing, by cause."""
-    from rallypoint.cli.waste import print_waste
+    from rallypoint.cli.replay import print_waste
 
     print_waste(run)
 
