@@ -130,8 +130,8 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
     """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
     meshes: dict[RoleName, MeshConfig] = {
         "actor": config.actor.mesh,
-        "critic": config.critic.mesh,
-        "reference": config.reference.mesh,
+        "critic": config.critic.mesh or MeshConfig(),
+        "reference": config.reference.mesh or MeshConfig(),
         "reward": config.reward.mesh or MeshConfig(),
         "teacher": config.teachers.mesh or MeshConfig(),
     }

@@ -349,7 +349,8 @@ class RunConfig(Section):
     @property
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
-        alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in (self.actor.mesh, self.reference.mesh))
+        meshes = (self.actor.mesh, self.reference.mesh or MeshConfig())
+        alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in meshes)
         wanted = bool(self.model.lora and self.kl) and not self.engine.sleep
         return wanted and alone and self._lives_with_actor("reference")
 
@@ -367,9 +368,9 @@ class RunConfig(Section):
         sections: dict[RoleName, MeshConfig] = {
             "actor": self.actor.mesh,
             "reward": self.reward.mesh or MeshConfig(),
-            "reference": self.reference.mesh,
+            "reference": self.reference.mesh or MeshConfig(),
             "teacher": self.teachers.mesh or MeshConfig(),
-            "critic": self.critic.mesh,
+            "critic": self.critic.mesh or MeshConfig(),
         }
         mesh = sections.get(role, MeshConfig())
         inner = {"dp_shard": mesh.dp_shard, "sp": mesh.sp, "tp": mesh.tp}

@@ -63,7 +63,7 @@ class CriticConfig(Section):
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, help="AdamW of the critic.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the critic runs.")
-    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+    mesh: MeshConfig | None = section(None, help="How its ranks divide model and rows; null: all axes 1.")
 
 
 class ReferenceConfig(Section):
@@ -73,7 +73,7 @@ class ReferenceConfig(Section):
         None, at_least=1, unit="steps", help="Steps after which it takes over the actor's weights; null for never."
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where the reference runs.")
-    mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")
+    mesh: MeshConfig | None = section(None, help="How its ranks divide model and rows; null: all axes 1.")
 
 
 class AdaptiveKLConfig(Section):
