@@ -19,7 +19,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from rallypoint.data.dataset import Example, Message
+from rallypoint.data.dataset import Example
+from rallypoint.data.messages import Message
 from rallypoint.environments.given import GIVEN, is_given
 from rallypoint.environments.in_process import Ended, RolloutTask
 from rallypoint.environments.outcome import unwrapped

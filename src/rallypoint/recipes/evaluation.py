@@ -21,7 +21,8 @@ from rallypoint.environments.conversation import TurnInWords, turns_in_words
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.failures import RewardFailure, RolloutFailure, describe_failures
 from rallypoint.environments.grader import Grader, open_grader
-from rallypoint.environments.scoring import Scoring, combine
+from rallypoint.environments.scored import SampledGroup, combine
+from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import ConfigError, DataError, RewardError
 from rallypoint.prepare.own_functions import episode_for, rewards_for
 from rallypoint.recipes.play import Play, in_loop
@@ -103,7 +104,7 @@ def evaluate(
         prompts = opened.encode(dataset, on_too_long=config.data.on_too_long if config else "error", say=say)
         if chosen is None:
             batch = opened.answers(prompts, asked)
-            marking.scoring.add(0, batch, [prompts.examples[int(index)] for index in batch.prompt_index])
+            marking.scoring.add(0, SampledGroup(batch, [prompts.examples[int(index)] for index in batch.prompt_index]))
         else:
             play = episodes(opened, chosen, settings, asked, say)
             pairs = zip(prompts.token_ids, prompts.examples, strict=True)
@@ -211,7 +212,8 @@ class _Marking:
         rows = assemble(list(kept.values()), prompt_index=place, sample_index=list(kept), is_narrowed=is_narrowed)
         self.rollouts.extend(kept.values())
         self.failed.extend(one for one in found if isinstance(one, RolloutFailure))
-        self.scoring.add(place, rows, [example] * len(rows), [*map(scores_of, kept.values())], (), [*kept.values()])
+        given = [*map(scores_of, kept.values())]
+        self.scoring.add(place, SampledGroup(rows, [example] * len(rows), given, rollouts=[*kept.values()]))
 
     def end(self, num_prompts: int, num_samples: int) -> Evaluation:
         """Return how all that was added did.

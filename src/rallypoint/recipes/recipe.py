@@ -51,10 +51,11 @@ from rallypoint.sampling.episode_task import BlockingWatch
 from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.prompts import Prompts
 from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches
-from rallypoint.sampling.source import Prompts, RolloutSource
+from rallypoint.sampling.source import RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 

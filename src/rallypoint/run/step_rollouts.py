@@ -16,7 +16,7 @@ import numpy as np
 from rallypoint.data import Example, whole_text
 from rallypoint.environments.attempts import Attempt, answer_in
 from rallypoint.environments.conversation import Conversation, TurnInWords
-from rallypoint.environments.scoring import Scored, ScoredGroup
+from rallypoint.environments.scored import Scored, ScoredGroup
 from rallypoint.types import ActorBatch, RolloutBatch, Sequences
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.failures import RolloutFailure, check_failures
 from rallypoint.environments.grader import Grader
-from rallypoint.environments.scoring import ScoredGroup, Scoring
+from rallypoint.environments.scored import SampledGroup, ScoredGroup
+from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.observability import span
@@ -34,7 +35,7 @@ from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.episode_task import leave_for_good
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.timekeeper import Timekeeper, Times, turns_of
-from rallypoint.types import RolloutBatch, Trajectory, assemble
+from rallypoint.types import Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
 
@@ -67,22 +68,6 @@ class Watch:
     """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """The rollouts of one prompt."""
-
-    rows: RolloutBatch
-    failures: tuple[RolloutFailure, ...]
-    """Why rollouts are missing."""
-    rollouts: tuple[Trajectory, ...] = ()
-    """Those of `rows`, turn by turn."""
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Version of its oldest token; None without a rollout."""
-        return int(self.rows.versions.min()) if len(self.rows) else None
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class GroupInFlight:
     """A prompt from its admission to its scores."""
@@ -95,7 +80,7 @@ class GroupInFlight:
     """Rank of the rollout role that samples it."""
     batch: AdmittedBatch
     """Those it was admitted with."""
-    sampled: asyncio.Task[Group]
+    sampled: asyncio.Task[SampledGroup]
     """Its rollouts."""
     scored: asyncio.Future[ScoredGroup]
     """What the reward function says of them."""
@@ -235,7 +220,7 @@ class InFlight:
 
     async def _sample(
         self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, batch: AdmittedBatch
-    ) -> Group:
+    ) -> SampledGroup:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
         episodes = [asyncio.create_task(client.rollout(self._episode)) for client in clients]
         try:
@@ -260,8 +245,9 @@ class InFlight:
         times.sampled = self._watch.times.now()
         times.turns = tuple(turns_of(kept))
         own, rollouts = [*map(scores_of, kept.values())], tuple(kept.values())
-        batch.scoring.add(place, rows, [prompt.example] * len(rows), own, failures, rollouts)
-        return Group(rows, tuple(failures), rollouts)
+        group = SampledGroup(rows, [prompt.example] * len(rows), own, failures, rollouts)
+        batch.scoring.add(place, group)
+        return group
 
     def hurry(self) -> None:
         """From now on give episodes and the reward function only a few seconds, because the run is ending."""
@@ -295,7 +281,7 @@ class InFlight:
                 await self.scores(groups)
         return [group.index for group in groups if not self.has_signal(group)]
 
-    async def sampled(self, groups: Sequence[GroupInFlight]) -> list[Group]:
+    async def sampled(self, groups: Sequence[GroupInFlight]) -> list[SampledGroup]:
         """Return the rollouts of groups; AbandonedError if after an interruption only episodes are busy for seconds."""
         sampled = asyncio.gather(*(group.sampled for group in groups))
         await self._unless_interrupted(sampled, groups)

@@ -23,14 +23,15 @@ from rallypoint.config import RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import Failure, FailureKind, Outcome, Scores
-from rallypoint.environments.scoring import Scored, ScoredGroup, Scoring, combine
+from rallypoint.environments.scored import SampledGroup, Scored, ScoredGroup, combine
+from rallypoint.environments.scoring import Scoring
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.publishing import Publisher, Replica, Stream, Subscriber, WeightTransport
 from rallypoint.run.rollouts import read_rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.prompts import Prompts, TrainingPrompts
 from rallypoint.sampling.sampled import Sampled, penalty_of
-from rallypoint.sampling.source import Prompts, stream_of
 from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, offsets_from_lengths
 from rallypoint.weights import TransferPlan
 
@@ -76,7 +77,7 @@ class RecordedSource:
         """Step whose batch was taken."""
         self._config, self._recorded, self._grader, self._say = config, recorded, grader, say
         self._version = 0
-        self._prompts, self._stream = prompts, stream_of(config, prompts.train)
+        self._prompts, self._train = prompts, TrainingPrompts(config, prompts.train)
         self._texts = TokenTexts(prompts.tokenizer)
         self._penalty = penalty_of(config)
 
@@ -86,7 +87,7 @@ class RecordedSource:
 
     def examples_of(self, batch: RolloutBatch) -> list[int]:
         """Return the number of the example that each row answers."""
-        return [self._stream.example_index(int(index)) for index in batch.prompt_index]
+        return [self._train.example_index(int(index)) for index in batch.prompt_index]
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Take note of the version that the next batch was sampled with, or an older one."""
@@ -125,7 +126,7 @@ class RecordedSource:
 
     def _groups(self, recorded: Sequence[Row]) -> Iterator[ScoredGroup]:
         for prompt, rows in itertools.groupby(recorded, key=lambda row: int(row["prompt_index"])):
-            group, example = list(rows), self._prompts.train.examples[self._stream.example_index(prompt)]
+            group, example = list(rows), self._prompts.train.examples[self._train.example_index(prompt)]
             texts = tuple(row["response"] for row in group)
             yield ScoredGroup(rows_of(group), (example,) * len(group), texts, [_outcome(row) for row in group])
 
@@ -140,7 +141,7 @@ class RecordedSource:
             warn=self._say,
         )
         for place, group in enumerate(groups):
-            scoring.add(place, group.rows, group.examples)
+            scoring.add(place, SampledGroup(group.rows, group.examples))
         scoring.finish()
         return scoring.run()
 

@@ -19,7 +19,7 @@ from rallypoint.algorithms import OverlongPenalty
 from rallypoint.config import RunConfig
 from rallypoint.data import Example, special_ids
 from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
-from rallypoint.environments.scoring import Scored
+from rallypoint.environments.scored import Scored
 from rallypoint.roles.publishing import Subscriber
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone

@@ -1,7 +1,8 @@
 """Prompts in, scored groups out.
 
-Owns: which prompts are sampled when, which groups a step takes, and how these become a batch. Must not know: engines,
-ranks' state, what is done with a batch; how a group is sampled (`group.py`); the order and the bound (`groups.py`).
+Owns: when prompts are sampled, which groups a step takes, and how these become a batch. Must not know: engines, ranks'
+state, what is done with a batch; which examples prompts are (`prompts.py`); how a group is sampled (`group.py`); the
+order of groups and the bound (`groups.py`).
 
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
 for: groups in flight, and the reward models. Unblocked by: the ends of groups, an error of any of them, and `load`,
@@ -19,15 +20,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from rallypoint.config import RunConfig
-from rallypoint.config.sections.material import path_of, weight_of
-from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
-from rallypoint.environments.environment import Episode, Prompt, single_turn
+from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.failures import check_failures, describe_failures
-from rallypoint.environments.scoring import ModelScores, combine
-from rallypoint.errors import DataError, RewardError, ScheduleError, StalenessError
+from rallypoint.environments.scored import ModelScores, combine
+from rallypoint.errors import RewardError, ScheduleError, StalenessError
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
@@ -35,6 +32,7 @@ from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.prompts import Prompts, TrainingPrompts
 from rallypoint.sampling.sampled import Sampled, measure, measure_episodes, measure_sources, penalty_of, shown_tokens
 from rallypoint.types import Last, Mean, Metrics, RolloutBatch, Sum, merge
 
@@ -47,16 +45,6 @@ _NO_SIGNAL = (
     "times rollout.num_prompts, which are too hard, too easy or too narrow to learn from. Look at the rollouts; mix in "
     "other prompts, raise rollout.group_size or rollout.temperature, or give partial scores"
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompts:
-    """What is sampled, and what texts are made of."""
-
-    train: EncodedPrompts | StreamedPrompts
-    validation: EncodedPrompts | None
-    tokenizer: PreTrainedTokenizerBase
-    stop_tokens: tuple[int, ...]
 
 
 class RolloutSource:
@@ -87,12 +75,10 @@ class RolloutSource:
         self._is_complete = asyncio.Event()
         """Set when another group is complete."""
         self._penalty, self._has_episode = penalty_of(config), episode is not single_turn
-        self._stream = stream_of(config, prompts.train)
+        self._train = TrainingPrompts(config, prompts.train)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
         self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._num_loads = 0
-        is_counted = config.trainer.num_epochs is not None or not isinstance(prompts.train, StreamedPrompts)
-        self._num_in_epoch = len(prompts.train) if is_counted else None
         self.done = PromptsDone()
         asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
 
@@ -147,7 +133,7 @@ class RolloutSource:
 
     def examples_of(self, batch: RolloutBatch) -> list[int]:
         """Return the number of the example that each row answers."""
-        return [self._stream.example_index(int(index)) for index in batch.prompt_index]
+        return [self._train.example_index(int(index)) for index in batch.prompt_index]
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have the ranks load new weights; a run that samples ahead has more to sample then."""
@@ -176,8 +162,8 @@ class RolloutSource:
         self.mailbox.schedule.taken()
         for index in taken:
             del self._in_flight.groups[index]
-        if self._num_in_epoch is not None:
-            counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._num_in_epoch)}))
+        if self._train.num_in_epoch is not None:
+            counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._train.num_in_epoch)}))
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
         idle = times.taken(self._groups.num_taken // rollout.num_prompts, groups, self.mailbox.take_busy_s())
         if rollout.max_staleness:
@@ -196,11 +182,8 @@ class RolloutSource:
         Raises:
             RewardError, GenerationError, AbandonedError: see `next_batch`.
         """
-        if (validation := self._prompts.validation) is None:
+        if (prompts := self._prompts.of_validation(self._config.validation.max_prompts)) is None:
             return None
-        limit = self._config.validation.max_prompts
-        pairs = zip(validation.token_ids[:limit], validation.examples[:limit], strict=True)
-        prompts = {index: Prompt(tuple(ids), example) for index, (ids, example) in enumerate(pairs)}
         params = dataclasses.replace(
             self._params,
             seed=self._config.seed + _VALIDATION_STREAM,
@@ -217,10 +200,9 @@ class RolloutSource:
         if self.mailbox.num_loads > self._num_loads:
             self._num_loads = self.mailbox.num_loads
             self._groups.loaded(self.mailbox.version)
-        train, num_prompts, admitted = self._prompts.train, self._config.rollout.num_prompts, self._groups.admit()
+        num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
         for first in range(0, len(admitted), num_prompts):
-            rows = {index: self._stream.example_index(index) for index in admitted[first : first + num_prompts]}
-            prompts = {index: Prompt(tuple(train.token_ids[row]), train.examples[row]) for index, row in rows.items()}
+            prompts = self._train.at(admitted[first : first + num_prompts])
             self._in_flight.admit(prompts, self._params, num_prompts if self._drops_ahead else None)
 
     async def _follow(self) -> None:
@@ -365,7 +347,7 @@ class RolloutSource:
             measured = merge(measured, measure_episodes(counted, failures))
         if self._config.rollout.dynamic_sampling:
             measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
-        if 1 < len(self._prompts.train.sources) <= _MOST_SOURCES:
+        if 1 < self._train.num_sources <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))
         return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
@@ -377,20 +359,3 @@ class RolloutSource:
         """Cancel what is being sampled ahead, and release threads."""
         await self._in_flight.give_up(())
         await self._in_flight.close()
-
-
-def stream_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:
-    """Return the order of the prompts: of one set, of several with weights, or as they come.
-
-    Raises:
-        DataError: a set with a weight has no prompts.
-    """
-    if isinstance(train, StreamedPrompts):
-        return train
-    weights = [weight for one in config.data.train if (weight := weight_of(one)) is not None]
-    if not weights:
-        return PromptStream(len(train.examples), config.seed, config.data.shuffle)
-    parts = [example.part for example in train.examples]
-    if missing := [path_of(one) for part, one in enumerate(config.data.train) if part not in set(parts)]:
-        raise DataError(f"data.train: no prompt of {', '.join(missing)} is left, and it has a weight: leave it out")
-    return Mixture(parts, weights, config.seed, config.data.shuffle)

@@ -18,7 +18,8 @@ from rallypoint.environments.failures import TooManyFailuresError, check_failure
 from rallypoint.environments.grader import Inline, Several
 from rallypoint.environments.outcome import NONE, Failure, Scores
 from rallypoint.environments.reward import Wants, no_function
-from rallypoint.environments.scoring import ModelScores, Scoring, combine
+from rallypoint.environments.scored import ModelScores, SampledGroup, combine
+from rallypoint.environments.scoring import Scoring
 from rallypoint.types import Maximum, Mean, Minimum, RolloutBatch, Sum, offsets_from_lengths
 
 PROMPT = 2
@@ -67,7 +68,7 @@ def scoring_with(grader, num_rows, decode, max_failed=1.0, *, has_models=False):
 def run(batch, examples, texts, reward, max_failed=1.0, models=()):
     """Score with a function of this process."""
     scoring = scoring_with(Inline(reward), len(batch), lambda _: texts, max_failed)
-    scoring.add(0, batch, examples)
+    scoring.add(0, SampledGroup(batch, examples))
     scoring.finish()
     return combine(scoring.run(), models=models)
 
@@ -92,7 +93,7 @@ def scored_groups(results):
     scoring = scoring_with(
         Inline(lambda extra_info, **row: results[extra_info["row"]]), len(results), lambda ids: [""] * len(ids), 1.0
     )
-    scoring.add(0, make_batch([3] * len(results), None), make_examples(len(results)))
+    scoring.add(0, SampledGroup(make_batch([3] * len(results), None), make_examples(len(results))))
     scoring.finish()
     return scoring.run()
 
@@ -316,7 +317,7 @@ def scored_late(texts, order, answers, **options):
         running = thread.submit(scoring.run)
         for group in order:
             rows = [2 * group, 2 * group + 1]
-            scoring.add(group, batch.rows(rows), [examples[row] for row in rows])
+            scoring.add(group, SampledGroup(batch.rows(rows), [examples[row] for row in rows]))
         for answer in answers:
             grader.answer(texts[answer])
         (scoring.stop if "never" in texts else scoring.finish)()
@@ -475,7 +476,7 @@ def test_several_rewards_have_a_mean_each_and_their_scores_stay_with_the_rows():
         "short": Inline(lambda solution_str, **row: [0.5, 0.0, 0.5] if "2" not in solution_str else "none"),
     }
     scoring = scoring_with(Several(graders, {"right": 1.0, "short": 10.0}), 4, lambda _: ["0", "1", "2", "3"])
-    scoring.add(0, make_batch([3] * 4), make_examples(4))
+    scoring.add(0, SampledGroup(make_batch([3] * 4), make_examples(4)))
     scoring.finish()
     scored = combine(scoring.run(), models=[ModelScores(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight=0.5)])
     assert rewards(scored) == [[5.0, 0.0, 5.5], [5.0, 0.0, 7.0], [5.0, 0.0, 10.0]]
@@ -493,7 +494,7 @@ def score_by(parts, models=(), max_failed=1.0):
     num_rows = len(next(iter(parts.values())))
     several = Several(graders, {"right": 1.0, "short": 10.0})
     scoring = scoring_with(several, num_rows, lambda ids: [""] * len(ids), max_failed, has_models=bool(models))
-    scoring.add(0, make_batch([3] * num_rows), make_examples(num_rows))
+    scoring.add(0, SampledGroup(make_batch([3] * num_rows), make_examples(num_rows)))
     scoring.finish()
     scored = combine(scoring.run(), models=models)
     check_failures(scored.failures, num_rows, max_failed)
@@ -554,7 +555,7 @@ def test_a_function_of_a_batch_waits_until_all_groups_are_there():
     batch, examples = make_batch([1] * 4), make_examples(4)
     for group in (1, 0):
         rows = [2 * group, 2 * group + 1]
-        scoring.add(group, batch.rows(rows), [examples[row] for row in rows])
+        scoring.add(group, SampledGroup(batch.rows(rows), [examples[row] for row in rows]))
     scoring.finish()
     assert rewards(combine(scoring.run())) == [[0.0], [0.0], [1.0], [1.0]]
     assert seen == [(["8", "11", "2", "5"], [1, 1, 0, 0], [[0.0]] * 4, [["<8>"], ["<11>"], ["<2>"], ["<5>"]])]

@@ -5,7 +5,7 @@ import torch
 
 from rallypoint.config import load_config
 from rallypoint.data.dataset import Example, JSONValue, Message
-from rallypoint.environments.scoring import Scored
+from rallypoint.environments.scored import Scored
 from rallypoint.prepare.data_notes import NUM_STEPS, FirstScores
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.types import Metrics, Trajectory, Turn, assemble

@@ -12,7 +12,7 @@ from heard import heard
 
 from rallypoint.data.dataset import Example, Message
 from rallypoint.environments.failures import RewardFailure
-from rallypoint.environments.scoring import Scored
+from rallypoint.environments.scored import Scored
 from rallypoint.errors import RunFolderError
 from rallypoint.run.rollouts import RolloutFiles, read_rollouts, rollout_files
 from rallypoint.run.step_rollouts import StepRollouts

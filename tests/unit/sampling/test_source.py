@@ -33,8 +33,9 @@ from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.sampling.group import AbandonedError, Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
+from rallypoint.sampling.prompts import Prompts
 from rallypoint.sampling.replay import Recorder, Replay, Schedule
-from rallypoint.sampling.source import Prompts, RolloutSource
+from rallypoint.sampling.source import RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
 
@@ -91,7 +92,7 @@ class FakeTokenizer:
     def get_vocab(self):
         return {str(token): token for token in range(100)}
 
-    def decode(self, row, skip_special_tokens=False):
+    def decode(self, row, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         return " ".join(map(str, row))
 
     def batch_decode(self, rows, skip_special_tokens):
@@ -215,7 +216,7 @@ def test_an_error_of_scoring_while_others_are_sampled_is_all_that_is_said():
         mailbox = FakeMailbox()
         answer = mailbox.sample
 
-        async def sample(request, rank):
+        async def sample(request, rank, deliver=None):
             await asyncio.sleep(30 if request.prompt_index else 0)
             return await answer(request, rank)
 
@@ -398,7 +399,7 @@ def test_a_window_lets_a_step_overtake_a_straggler_and_the_straggler_is_taken_la
         mailbox, straggler = FakeMailbox(), asyncio.Event()
         answer = mailbox.sample
 
-        async def sample(request, rank):
+        async def sample(request, rank, deliver=None):
             if request.prompt_index == 0:
                 await straggler.wait()
             return await answer(request, rank)
@@ -431,7 +432,7 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
         mailbox, named = FakeMailbox(), asyncio.Event()
         answer = mailbox.sample
 
-        async def sample(request, rank):
+        async def sample(request, rank, deliver=None):
             if not is_reward and request.prompt_index == 2:
                 await asyncio.to_thread(free.wait, 60)
             return await answer(request, rank)

@@ -1,0 +1,72 @@
+"""The prompts of a run: which examples they are, in which order, and those of the validation.
+
+Owns: what an index in the run stands for. Must not know: how prompts are sampled, or when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from transformers import PreTrainedTokenizerBase
+
+from rallypoint.config import RunConfig
+from rallypoint.config.sections.material import path_of, weight_of
+from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
+from rallypoint.environments.environment import Prompt
+from rallypoint.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is sampled, and what texts are made of."""
+
+    train: EncodedPrompts | StreamedPrompts
+    validation: EncodedPrompts | None
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...]
+
+    def of_validation(self, most: int | None) -> dict[int, Prompt] | None:
+        """Return the first prompts of the validation, by their places; None without a validation set."""
+        if self.validation is None:
+            return None
+        pairs = zip(self.validation.token_ids[:most], self.validation.examples[:most], strict=True)
+        return {index: Prompt(tuple(ids), example) for index, (ids, example) in enumerate(pairs)}
+
+
+class TrainingPrompts:
+    """The prompts of training, by their index in the run."""
+
+    def __init__(self, config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> None:
+        """Order the prompts of one set, or of several with weights; streamed ones stay as they come.
+
+        Raises:
+            DataError: a set with a weight has no prompts.
+        """
+        self._train, self._order = train, _order_of(config, train)
+        is_counted = config.trainer.num_epochs is not None or not isinstance(train, StreamedPrompts)
+        self.num_in_epoch = len(train) if is_counted else None
+        """Prompts of an epoch; None if they are not counted."""
+        self.num_sources = len(train.sources)
+        """Values of `data_source` among them."""
+
+    def example_index(self, index: int) -> int:
+        """Return the number of the example that a prompt is."""
+        return self._order.example_index(index)
+
+    def at(self, indices: Iterable[int]) -> dict[int, Prompt]:
+        """Return prompts by their indices."""
+        train, rows = self._train, {index: self.example_index(index) for index in indices}
+        return {index: Prompt(tuple(train.token_ids[row]), train.examples[row]) for index, row in rows.items()}
+
+
+def _order_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:
+    if isinstance(train, StreamedPrompts):
+        return train
+    weights = [weight for one in config.data.train if (weight := weight_of(one)) is not None]
+    if not weights:
+        return PromptStream(len(train.examples), config.seed, config.data.shuffle)
+    parts = [example.part for example in train.examples]
+    if missing := [path_of(one) for part, one in enumerate(config.data.train) if part not in set(parts)]:
+        raise DataError(f"data.train: no prompt of {', '.join(missing)} is left, and it has a weight: leave it out")
+    return Mixture(parts, weights, config.seed, config.data.shuffle)
