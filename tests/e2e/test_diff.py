@@ -78,8 +78,20 @@ PLANTS = {
     "another cap of micro-batches": ({}, ("engine.max_tokens_per_micro_batch=32",), "1 actor/grad_norm"),
     "another learning rate": ({}, ("actor.optimizer.lr=4e-3",), "1 actor/grad_norm"),
     "another number of epochs": ({}, ("actor.num_epochs=2",), "1 actor/grad_norm"),
-    "a bit of the model": ({"model": "flipped"}, (), "1 logprobs"),
+    "a bit of the model": ({"model": "flipped"}, (), "0 published weights"),
 }
+ONE_UPDATE = "actor.num_mini_batches=1"
+
+
+def test_weights_that_part_where_all_before_is_equal_are_named_where_they_are_published(runs, own):
+    """With one update a step, its gradients do not depend on its learning rate, but what is published does."""
+    one = start(runs, own, "one", ONE_UPDATE, "actor.optimizer.warmup_ratio=0", "trainer.num_steps=2")
+    other = start(runs, own, "other", ONE_UPDATE, "actor.optimizer={lr: 4e-3, warmup_ratio: 0}", "trainer.num_steps=2")
+    found, where = compared(one, other)
+    assert where == "1 published weights", found
+    said = CliRunner().invoke(app, ["diff", str(one), str(other)])
+    assert said.exit_code == 1
+    assert "first difference: step 1, published weights" in said.stdout
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -98,7 +110,7 @@ def test_a_planted_difference_is_named_at_its_step_and_place(runs, own, first, p
     assert where == place, (where, found)
     said = CliRunner().invoke(app, ["diff", str(first), str(other)])
     assert said.exit_code == 1
-    step, what = place.split()
+    step, what = place.split(maxsplit=1)
     assert f"first difference: step {step}, {what}" in said.stdout
     if what == "scores":
         assert "prompt train.jsonl:12 (11), sample 0, score" in said.stdout, said.stdout

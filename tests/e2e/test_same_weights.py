@@ -1,14 +1,27 @@
 """The same seed and layout give the same weights, bit for bit, however a run is carried out."""
 
+import collections
+
 import pytest
 from tiny_runs import Runs
 
+from rallypoint.journal import GroupScored, read_journal
 from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 
 ONE, TWO = "cluster.pools={main: [1]}", "cluster.pools={main: [2]}"
 RAY, INLINE = "cluster.runtime=ray", "cluster.runtime=inline"
+
+
+def digests_of(run):
+    """Return the digest of the weights that each step published, which are those that its ranks loaded."""
+    state = run.state()
+    published = {step: event.digest for step, event in state.published.items()}
+    assert published == {step: event.digest for step, event in state.loaded.items()}
+    assert list(published) == [0, 1, 2, 3, 4]
+    assert len({*published.values()}) == 5, "each step changes the weights"
+    return published
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +35,7 @@ def test_ray_and_inline_give_the_same_weights_bit_for_bit(runs, weights_of, reci
     on_ray = runs.run("ray", RAY, ranks, f"recipe={recipe}")
     inline = runs.run("inline", INLINE, ranks, f"recipe={recipe}")
     assert weights_of(on_ray) == weights_of(inline)
+    assert digests_of(on_ray) == digests_of(inline)
     expected = {"model.safetensors", "training/actor.safetensors"}
     expected |= {"critic/model.safetensors", "training/critic.safetensors"} if recipe == "ppo" else set()
     assert set(weights_of(on_ray)) == expected
@@ -42,6 +56,7 @@ def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(run
         "critic.placement.pool=second",
     )
     assert weights_of(split) == alone
+    assert digests_of(split), "also of weights that have travelled"
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs, weights_of):
@@ -49,8 +64,12 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs,
     whole = weights_of(halved)
     for later in sorted(halved.checkpoints.iterdir())[1:]:
         later.rename(halved.path / later.name)
+    published = digests_of(halved)
     resumed = runs.resume("halved")
     assert weights_of(resumed) == whole
+    assert digests_of(resumed) == published
+    scored = [one.event for one in read_journal(resumed.journal) if isinstance(one.event, GroupScored)]
+    assert collections.Counter(one.validation for one in scored) == {None: 6 * 8, 0: 16, 2: 16, 4: 2 * 16}
     steps = [line.split('"step": ')[1].split(",")[0] for line in resumed.metrics.read_text().splitlines()]
     assert sorted(set(steps)) == ["0", "1", "2", "3", "4"]
 

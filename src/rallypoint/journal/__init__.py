@@ -31,6 +31,7 @@ from rallypoint.journal.events import (
     TurnSampled,
     Validated,
     WeightsLoaded,
+    WeightsPublished,
 )
 from rallypoint.journal.log import Entry, Journal, Reader, read_journal
 from rallypoint.journal.state import RunState, fold
@@ -65,6 +66,7 @@ __all__ = [
     "TurnSampled",
     "Validated",
     "WeightsLoaded",
+    "WeightsPublished",
     "changes",
     "config_changes",
     "first_difference",

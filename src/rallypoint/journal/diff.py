@@ -1,8 +1,9 @@
 """The first place in which two runs part, and what their configs and packages differ in.
 
 Of a step, the parts of its batch come first, in the order in which they come to be (prompts, tokens, logprobs, scores,
-advantages); then what the update says of itself (gradient norm, loss); then the validation after it, and the weights
-of its checkpoint. Times and memory are no part of a comparison.
+advantages); then what the update says of itself (gradient norm, loss); then the weights that it published, and those
+that were loaded; then the validation after it, and the weights of its checkpoint. Times and memory are no part of a
+comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Difference:
 
     step: int
     what: str
-    """A part of the batch, a metric, `weights`, or `step` if only one run has it."""
+    """A part of the batch, a metric, `published weights`, `loaded weights`, or `weights` for those of a checkpoint."""
     of_a: object
     of_b: object
 
@@ -83,6 +84,10 @@ def _differences(a: RunState, b: RunState) -> Iterator[Difference]:
                 yield from _differ(step, name, ours.digests.get(name), theirs.digests.get(name))
             for name in _LEARNED:
                 yield from _differ(step, name, ours.metrics.get(name), theirs.metrics.get(name))
+        of_step = ("published weights", a.published, b.published), ("loaded weights", a.loaded, b.loaded)
+        for what, weights, others in of_step:
+            if step in weights and step in others:
+                yield from _differ(step, what, weights[step].digest, others[step].digest)
         yield from _measured(step, a, b)
         saved, other = a.checkpoints.get(step), b.checkpoints.get(step)
         if saved is not None and other is not None:

@@ -77,11 +77,23 @@ class Resumed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished:
+    """The actor publishes weights, which the ranks that sample load next."""
+
+    version: int
+    digest: str
+    """Digest of the trained weights that the actor's ranks hold, in the type in which they are trained."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
     """All ranks that sample have loaded weights."""
 
     version: int
     num_ranks: int
+    digest: str = ""
+    """Digest of the weights that each rank holds now. It is that of `WeightsPublished` if an actor's rank holds them
+    whole, in the type in which they are sampled from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +134,9 @@ class GroupScored:
     """A prompt whose rollouts are all sampled and scored; times are seconds of its start of the run."""
 
     prompt: int
-    """Index of the prompt in the run."""
+    """Index of the prompt in the run, or in the validation."""
+    validation: int | None = None
+    """Step after which it was validated; None in training."""
     rank: int
     """Rank of the rollout role that sampled it."""
     admitted_s: float
@@ -243,6 +257,7 @@ Event: TypeAlias = (
     | InputsRead
     | Said
     | Resumed
+    | WeightsPublished
     | WeightsLoaded
     | SliceSent
     | RolloutFailed

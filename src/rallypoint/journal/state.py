@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rallypoint.journal.events import (
     CheckpointSaved,
@@ -26,10 +27,13 @@ from rallypoint.journal.events import (
     Launched,
     RoleLost,
     RolesRestarted,
+    RolesStarted,
     RunBegan,
     RunEnded,
     StepDone,
     Validated,
+    WeightsLoaded,
+    WeightsPublished,
 )
 
 
@@ -50,6 +54,10 @@ class RunState:
     """Steps that count, by number."""
     validations: Mapping[int, Validated] = dataclasses.field(default_factory=dict[int, Validated])
     checkpoints: Mapping[int, CheckpointSaved] = dataclasses.field(default_factory=dict[int, CheckpointSaved])
+    published: Mapping[int, WeightsPublished] = dataclasses.field(default_factory=dict[int, WeightsPublished])
+    """What each step published; at 0, or at the step that a start went on from, what it began with."""
+    loaded: Mapping[int, WeightsLoaded] = dataclasses.field(default_factory=dict[int, WeightsLoaded])
+    """What the ranks that sample then loaded."""
     ended: RunEnded | None = None
     """End of its newest start; None while it runs, or if it was killed."""
     losses: Sequence[RoleLost | RolesRestarted] = ()
@@ -66,25 +74,37 @@ class RunState:
         return self.ended is not None
 
 
+def _supersede(first: int, *kinds: dict[int, Any]) -> None:
+    """Remove what a start does anew that goes on from a step."""
+    for done in kinds:
+        for step in [step for step in done if step > first or not first]:
+            del done[step]
+
+
 def fold(events: Iterable[Event]) -> RunState:
     """Return the state that events make, oldest first."""
     launched, began, inputs, ended, num_starts = Launched(), None, None, None, 0
-    starts, losses = list[RunBegan](), list[RoleLost | RolesRestarted]()
+    starts, newest, losses = list[RunBegan](), 0, list[RoleLost | RolesRestarted]()
     steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
+    published, loaded = dict[int, WeightsPublished](), dict[int, WeightsLoaded]()
     for event in events:
         match event:
             case RunBegan(first=first):
                 began, inputs, ended, num_starts = event, None, None, num_starts + 1
-                starts = [*(one for one in starts if one.first < first), event]
-                for done in (steps, validations, checkpoints):
-                    for step in [step for step in done if step > first or not first]:
-                        del done[step]
+                starts, newest = [*(one for one in starts if one.first < first), event], first
+                _supersede(first, steps, validations, checkpoints, published, loaded)
             case Launched():
                 launched = event
             case InputsRead():
                 inputs = event
+            case RolesStarted(step=step):
+                newest = step + 1
             case StepDone(step=step):
-                steps[step] = event
+                steps[step], newest = event, step + 1
+            case WeightsPublished():
+                published[newest] = event
+            case WeightsLoaded():
+                loaded[newest] = event
             case Validated(step=step):
                 validations[step] = event
             case CheckpointSaved(step=step):
@@ -93,6 +113,5 @@ def fold(events: Iterable[Event]) -> RunState:
                 losses.append(event)
             case RunEnded():
                 ended = event
-            case _:
-                pass
-    return RunState(launched, began, inputs, num_starts, starts, steps, validations, checkpoints, ended, losses)
+    of_steps = (steps, validations, checkpoints, published, loaded)
+    return RunState(launched, began, inputs, num_starts, starts, *of_steps, ended, losses)

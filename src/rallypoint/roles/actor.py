@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
 from rallypoint.algorithms import (
@@ -61,6 +62,8 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
             model = spec.load_policy(context, mesh)
         self._shared = share_published(spec.config, model)
         super().__init__(context, spec, model, spec.model_path, spec.config.actor.optimizer, loss)
+        self._digest: str | None = None
+        """Digest of the weights, if it was computed since they last changed."""
         self.num_frozen_steps = spec.config.num_frozen_steps
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
         self._connection, self._published = StreamConnection(context, spec), spec.folder.path / PUBLISHED
@@ -80,10 +83,17 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return likeliest_of(self.engine, parts, self.config.temperature, num)
 
     @collect
-    @with_lease()
     def fingerprint(self) -> str:
         """Return a digest of this rank's part of the trained weights."""
-        return fingerprint(self.engine.shard.trained())
+        if self._digest is None:
+            with self.lease.held():
+                self.weights_changed()
+        assert self._digest is not None, "it was computed"
+        return self._digest
+
+    def weights_changed(self) -> None:
+        """Compute the digest while the weights are awake."""
+        self._digest = fingerprint(self.engine.shard.trained())
 
     @collect
     @with_lease()
@@ -277,7 +287,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             WeightsMismatchError: ranks that should hold equal weights do not.
         """
         if not self.is_published.is_set():  # or else they were compared then
-            await self._check_copies()
+            await self._digest()
         await super().save(folder)
 
     async def publish(self, rollouts: Subscriber) -> None:
@@ -287,7 +297,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             WeightsMismatchError: ranks that should hold equal weights do not, or not all weights arrived.
             PublishError: they did not arrive in time.
         """
-        await self._check_copies()
+        rollouts.announce(self.version, await self._digest())
         rollouts.role.publisher = self
         await self._group.kept(lambda: rollouts.role.transport.publish(self, rollouts))
         self.is_published.set()
@@ -313,14 +323,14 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         """See `Publisher`."""
         await self._group.call(ActorWorker.send, self.version)
 
-    async def _check_copies(self) -> None:
-        """Compare the weights of ranks that should hold equal ones."""
+    async def _digest(self) -> str:
+        """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
         axes = self._group.mesh.axes
-        if axes["dp_replicate"] * axes["sp"] == 1:
-            return
         digests = await self._group.call(ActorWorker.fingerprint)
         places = [self._group.mesh.coordinates(rank) for rank in range(len(digests))]
         different = {(place["dp_shard"], place["tp"], digest) for place, digest in zip(places, digests, strict=True)}
         if len(different) > axes["dp_shard"] * axes["tp"]:
             ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
             raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
+        parts = [digest for *_, digest in sorted(different)]
+        return parts[0] if len(parts) == 1 else xxhash.xxh3_128_hexdigest("".join(parts).encode())

@@ -74,6 +74,9 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
     def forward(self, rows: Sequences, at: Tensor) -> OutputsT:
         """Return what the model says of the trained tokens of some rows, at the positions `at`: [N]."""
 
+    def weights_changed(self) -> None:
+        """Called after the weights have changed, while they are awake; does nothing by default."""
+
     def check(self, outputs: OutputsT, inputs: LossInputs[BatchT]) -> Metrics:
         """Compare a forward pass with what is known of its rows already; by default with nothing."""
         del outputs, inputs
@@ -101,6 +104,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             )
             for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
         ]
+        self.weights_changed()
         seconds = time.perf_counter() - began
         flops = sum(map(self._needed_flops, batches.parts))
         # Merged over ranks it is operations done over operations possible; sp and tp peers share one rank's rows.
@@ -161,6 +165,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
                 state = {name: torch.empty(parts[name].sizes, dtype=entries[name].dtype) for name in entries}
                 files.read(Read(name, part, state[name]) for name, part in parts.items())
             restore_optimizer(self.engine.weights, self.engine.optimizer, state)
+            self.weights_changed()
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{model_folder}: cannot be resumed from: {error}") from error
 

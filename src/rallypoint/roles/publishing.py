@@ -106,6 +106,10 @@ class Subscriber(Protocol):
         """The role."""
         ...
 
+    def announce(self, version: int, digest: str) -> None:
+        """Record what is published; every rank loads it next."""
+        ...
+
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have every rank load a version, see `WeightTransport.load`."""
         ...

@@ -37,7 +37,7 @@ from rallypoint.roles.publishing import (
 )
 from rallypoint.roles.rank_engine import RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
-from rallypoint.weights import Receiver, TransferPlan, published_folder
+from rallypoint.weights import Receiver, TransferPlan, fingerprint, published_folder
 
 
 class RolloutWorker(LeaseHolder):
@@ -207,9 +207,9 @@ class RolloutWorker(LeaseHolder):
             stream, plan, self._place, self._actor.exposed() if sends and self._actor is not None else None
         )
 
-    @broadcast
-    def load(self, version: int, transport: WeightTransport, published: Path | None) -> None:
-        """Load new weights, as their transport does.
+    @collect
+    def load(self, version: int, transport: WeightTransport, published: Path | None) -> str | None:
+        """Load new weights, as their transport does, and return their digest; None of the actor's own tensors.
 
         Running requests continue with them. While tensors arrive the model has no version; after an error it keeps
         none, and nothing is sampled until a complete version has been loaded.
@@ -222,6 +222,10 @@ class RolloutWorker(LeaseHolder):
         if self._server is None:
             self._engine.load(version, None)
         self._problem = None
+        if self._server is not None:
+            assert published is not None, "a server reads weights from a folder"
+            return published_folder.digest_of(published)
+        return None if self.shares_actor else fingerprint(trained_weights(self._model))
 
     def read(self, version: int, published: Path) -> None:
         """See `Replica`."""
@@ -312,6 +316,14 @@ class Rollouts:
         """Connect every rank to the ranks that send weights."""
         await self._group.call(RolloutWorker.connect, stream, plan)
 
-    async def load(self, version: int, published: Path | None = None) -> None:
-        """Load new weights on every rank."""
-        await self._group.call(RolloutWorker.load, version, self.transport, published)
+    async def load(self, version: int, published: Path | None = None) -> str | None:
+        """Load new weights on every rank, and return their digest; None if these are the actor's own tensors.
+
+        Raises:
+            WeightsMismatchError: ranks hold different weights now.
+        """
+        digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
+        if len(set(digests)) > 1:
+            ranks = ", ".join(f"rank {rank}: {str(digest)[:8]}" for rank, digest in enumerate(digests))
+            raise WeightsMismatchError(f"the ranks that sample hold different weights of version {version}: {ranks}")
+        return digests[0]

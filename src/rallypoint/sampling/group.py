@@ -215,6 +215,7 @@ class InFlight:
     def _end(self, group: GroupInFlight, scored: ScoredGroup) -> None:
         if not group.scored.done():
             group.times.scored = self._watch.times.now()
+            self._watch.times.scored(group, group.batch.validation)
             group.scored.set_result(scored)
             self.scored.put_nowait(group)
 

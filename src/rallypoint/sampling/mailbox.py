@@ -223,8 +223,7 @@ class RequestQueue:
     def receive(self, outputs: Sequence[Output]) -> None:
         """Deliver what ranks have sampled; outputs of requests that were given up meanwhile are left out."""
         for output in outputs:
-            kept = self._open.get(output.request_id)
-            if kept is None:
+            if (kept := self._open.get(output.request_id)) is None:
                 continue
             if not kept.repeats(output):
                 lost = f"rank {kept.rank} that sampled this response was lost, and newer weights differ; ask again"
@@ -354,10 +353,8 @@ class Mailbox:
 
     async def _advance(self, ranks: tuple[int, ...]) -> None:
         """Have ranks sample for a slice, and deliver what comes of it."""
-        asked = {
-            rank: self._requests.take(rank, version=self._next_version, num_steps=self.barrier.num_steps)
-            for rank in ranks
-        }
+        version, num_steps = self._next_version, self.barrier.num_steps
+        asked = {rank: self._requests.take(rank, version=version, num_steps=num_steps) for rank in ranks}
         if len(ranks) == 1:
             rank = ranks[0]
             slices = [await self.schedule.send(rank, asked[rank], functools.partial(self.role.advance, rank))]
@@ -384,10 +381,13 @@ class Mailbox:
 
     async def advance_guests(self) -> None:
         """Have all ranks sample for persons for a slice, on their second engine; only while `is_idle` is set."""
-        ranks = range(self.role.num_ranks)
-        asked = [self.guests.take(rank, version=self._next_version) for rank in ranks]
+        asked = [self.guests.take(rank, version=self._next_version) for rank in range(self.role.num_ranks)]
         for outputs in await self.role.advance_guests(asked):
             self.guests.receive(outputs)
+
+    def announce(self, version: int, digest: str) -> None:
+        """See `Subscriber`."""
+        self.schedule.announce(version, digest)
 
     async def load(self, version: int, published: Path | None = None) -> None:
         """Load new weights on every rank, between two slices: from a folder, or as they arrive."""
@@ -395,6 +395,6 @@ class Mailbox:
         self.version = version
         self.num_loads += 1
 
-    async def _load(self, version: int, published: Path | None) -> None:
+    async def _load(self, version: int, published: Path | None) -> str | None:
         self._next_version = version  # calls reach a rank in the order in which they are sent
-        await self.role.load(version, published)
+        return await self.role.load(version, published)

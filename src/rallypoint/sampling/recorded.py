@@ -89,6 +89,9 @@ class RecordedSource:
         """Return the number of the example that each row answers."""
         return [self._train.example_index(int(index)) for index in batch.prompt_index]
 
+    def announce(self, version: int, digest: str) -> None:
+        """Keep nothing: the record has no ranks that load."""
+
     async def load(self, version: int, published: Path | None = None) -> None:
         """Take note of the version that the next batch was sampled with, or an older one."""
         del published

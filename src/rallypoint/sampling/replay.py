@@ -24,7 +24,7 @@ from typing import TypeAlias
 from rallypoint.config import RunConfig
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.journal import Event, Journal, Resumed, RolloutFailed, SliceSent, WeightsLoaded
+from rallypoint.journal import Event, Journal, Resumed, RolloutFailed, SliceSent, WeightsLoaded, WeightsPublished
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.run.recorded_schedule import FailureName, Origin, RecordedSchedule, listed
 from rallypoint.sampling.groups import PromptsDone
@@ -33,6 +33,8 @@ Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
 Send: TypeAlias = Callable[[SliceRequest], Awaitable[SliceResult]]
 """Has a rank do what it is asked."""
+Load: TypeAlias = Callable[[], Awaitable[str | None]]
+"""Has all ranks load weights, and returns their digest; None if they sample from the actor's own tensors."""
 
 PATIENCE_S = 30.0
 """Seconds of waiting for what a schedule has next, after which a line says so; and again after as many."""
@@ -82,6 +84,8 @@ class Recorder:
         self._journal, self._origin, self._seed, self._is_ahead = journal, origin, seed, is_ahead
         self._sent: collections.deque[list[Event]] = collections.deque()
         """Calls that have not been written, in their order; those that have not returned are empty."""
+        self._published = ""
+        """Digest of the newest weights."""
 
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
         """Go on after a step; what was sampled after weights of that version had been loaded is sampled again."""
@@ -109,11 +113,17 @@ class Recorder:
                 written.append(SliceSent(rank=rank, new=new, num_steps=done.num_steps))
         return done
 
-    async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+    def announce(self, version: int, digest: str) -> None:
+        """Write down that weights are published, with their digest."""
+        self._published = digest
+        self._journal.append(WeightsPublished(version=version, digest=digest))
+
+    async def load(self, version: int, load: Load) -> None:
         """Load weights and write it down."""
         async with self._writing() as written:
-            await load()
-            written.append(WeightsLoaded(version=version, num_ranks=self._origin.num_ranks))
+            digest = await load()
+            digest = self._published if digest is None else digest
+            written.append(WeightsLoaded(version=version, num_ranks=self._origin.num_ranks, digest=digest))
 
     @contextlib.asynccontextmanager
     async def _writing(self) -> AsyncIterator[list[Event]]:
@@ -312,7 +322,12 @@ class Schedule:
 
         return await (record(asked) if self.replay is None else self.replay.send(rank, asked, record))
 
-    async def load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
+    def announce(self, version: int, digest: str) -> None:
+        """Record that weights are published."""
+        if self.recorder is not None:
+            self.recorder.announce(version, digest)
+
+    async def load(self, version: int, load: Load) -> None:
         """Have every rank load weights."""
 
         async def record() -> None:

@@ -60,7 +60,7 @@ def read_steps(journal: Path) -> list[Step]:
         match entry.event:
             case RunBegan(first=first):
                 steps = {number: step for number, step in steps.items() if number <= first}
-            case GroupScored() as group:
+            case GroupScored(validation=None) as group:
                 groups[group.prompt] = group
             case BatchTaken() as batch:
                 steps[batch.step] = Step(batch, tuple(groups.pop(prompt) for prompt in batch.prompts))

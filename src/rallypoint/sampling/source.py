@@ -135,6 +135,10 @@ class RolloutSource:
         """Return the number of the example that each row answers."""
         return [self._train.example_index(int(index)) for index in batch.prompt_index]
 
+    def announce(self, version: int, digest: str) -> None:
+        """See `Subscriber`."""
+        self.mailbox.announce(version, digest)
+
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have the ranks load new weights; a run that samples ahead has more to sample then."""
         await self.mailbox.load(version, published)
@@ -210,7 +214,6 @@ class RolloutSource:
         while (group := await self._in_flight.scored.get()) is not None:
             if self._in_flight.groups.get(group.index) is not group:  # of the validation, or dropped meanwhile
                 continue
-            self._watch.times.scored(group)
             if self._drops_ahead and not self._in_flight.has_signal(group):
                 self._drop([group.index])
                 self._admit()

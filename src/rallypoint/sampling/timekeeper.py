@@ -87,11 +87,12 @@ class Timekeeper:
         """Record that the trainer waits for a batch."""
         self._asked = self._clock()
 
-    def scored(self, group: Timed) -> None:
-        """Record that a group is scored."""
+    def scored(self, group: Timed, validation: int | None) -> None:
+        """Record that a group is scored, of training or of the validation after a step."""
         times = group.times
         scored = GroupScored(
             prompt=group.index,
+            validation=validation,
             rank=group.rank,
             admitted_s=self._since(times.admitted),
             sampled_s=self._since(times.sampled),

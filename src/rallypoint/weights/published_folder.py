@@ -133,6 +133,11 @@ def verify(folder: Path, version: int) -> PublishedManifest:
     return manifest
 
 
+def digest_of(folder: Path) -> str:
+    """Return a digest of the checksums in a folder's manifest."""
+    return xxhash.xxh3_128_hexdigest((folder / MANIFEST).read_bytes())
+
+
 def read(shard: ModelShard, folder: Path, version: int) -> None:
     """Replace weights by those of a folder, once all of it has been verified.
 

@@ -6,26 +6,49 @@ from rallypoint.journal import (
     CheckpointSaved,
     Difference,
     InputsRead,
+    RolesStarted,
     RunBegan,
     StepDone,
     Validated,
+    WeightsLoaded,
+    WeightsPublished,
     changes,
     first_difference,
     fold,
 )
 
 
-def run(*, config=(), software="2.0", file="ab", digests=(), metrics=(), score=0.5, weights="w", num_steps=3):
+def run(
+    *,
+    config=(),
+    software="2.0",
+    file="ab",
+    digests=(),
+    metrics=(),
+    score=0.5,
+    weights="w",
+    published="",
+    loaded="",
+    num_steps=3,
+):
     began = RunBegan(first=0, config={"seed": 0, **dict(config)}, software={"torch": software}, machine="m")
     events = [
         began,
         InputsRead(files={"data.train": {"file 1": file}}),
+        WeightsPublished(version=0, digest="v0"),
+        WeightsLoaded(version=0, num_ranks=1, digest="v0"),
+        RolesStarted(step=0, metrics={}),
         Validated(step=0, metrics={"validation/score": 0.1}),
     ]
     for step in range(1, num_steps + 1):
         parts = {"prompts": "p", "tokens": f"t{step}", "scores": "s"} | (dict(digests) if step == 2 else {})
         learned = {"actor/grad_norm": 1.0, "time/step": step * math.pi} | (dict(metrics) if step == 2 else {})
-        events.append(StepDone(step=step, metrics=learned, digests=parts))
+        sent = f"v{step}" + (published if step == 2 else "")
+        events += [
+            WeightsPublished(version=step, digest=sent),
+            WeightsLoaded(version=step, num_ranks=1, digest=sent + (loaded if step == 2 else "")),
+            StepDone(step=step, metrics=learned, digests=parts),
+        ]
     return fold(
         [*events, Validated(step=2, metrics={"validation/score": score}), CheckpointSaved(step=3, weights=weights)]
     )
@@ -46,6 +69,9 @@ def test_the_cause_comes_before_its_effects():
     assert first_difference(run(), run(metrics={"actor/grad_norm": 1.5}, score=0.1, weights="v")) == Difference(
         2, "actor/grad_norm", 1.0, 1.5
     )
+    published = Difference(2, "published weights", "v2", "v2'")
+    assert first_difference(run(), run(published="'", score=0.1)) == published
+    assert first_difference(run(), run(loaded="'", score=0.1)) == Difference(2, "loaded weights", "v2", "v2'")
     assert first_difference(run(), run(score=0.1, weights="v")) == Difference(2, "validation/score", 0.5, 0.1)
     assert first_difference(run(), run(weights="v")) == Difference(3, "weights", "w", "v")
 
