@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rallypoint.algorithms import (
@@ -28,13 +27,12 @@ from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, s
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
-from rallypoint.errors import WeightsMismatchError
 from rallypoint.roles.colocated import ActorParts, MemoryLease, with_lease
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, Stream, StreamConnection, Subscriber, share_published
+from rallypoint.roles.publishing import PUBLISHED, Stream, StreamConnection, Subscriber, joint_digest, share_published
 from rallypoint.types import (
     ActorBatch,
     DistilledBatch,
@@ -325,12 +323,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     async def _digest(self) -> str:
         """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
-        axes = self._group.mesh.axes
         digests = await self._group.call(ActorWorker.fingerprint)
-        places = [self._group.mesh.coordinates(rank) for rank in range(len(digests))]
-        different = {(place["dp_shard"], place["tp"], digest) for place, digest in zip(places, digests, strict=True)}
-        if len(different) > axes["dp_shard"] * axes["tp"]:
-            ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
-            raise WeightsMismatchError(f"the actor's ranks hold different weights at version {self.version}: {ranks}")
-        parts = [digest for *_, digest in sorted(different)]
-        return parts[0] if len(parts) == 1 else xxhash.xxh3_128_hexdigest("".join(parts).encode())
+        places = map(self._group.mesh.coordinates, range(len(digests)))
+        parts = [(place["dp_shard"], place["tp"]) for place in places]
+        return joint_digest(f"the actor's ranks hold different weights at version {self.version}", digests, parts)

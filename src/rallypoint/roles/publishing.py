@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
 from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
@@ -256,6 +258,25 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
     if not may_stay or "actor" in config.sleeping or shard.sharding.half is not None:
         return None
     return share_trained(shard.model)
+
+
+def joint_digest(what: str, digests: Sequence[str], parts: Sequence[tuple[int, ...]]) -> str:
+    """Return one digest of weights from those of the ranks' parts.
+
+    Args:
+        what: is wrong if ranks differ, for the error.
+        digests: of what each rank holds.
+        parts: which part that is; ranks with one part should hold equal weights.
+
+    Raises:
+        WeightsMismatchError: they do not.
+    """
+    different = sorted(set(zip(parts, digests, strict=True)))
+    if len(different) > len(set(parts)):
+        ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
+        raise WeightsMismatchError(f"{what}: {ranks}")
+    found = [digest for _, digest in different]
+    return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("".join(found).encode())
 
 
 def transport_between(config: RunConfig, actor: Sequence[Process], rollout: Sequence[Process]) -> WeightTransport:

@@ -5,6 +5,7 @@ Owns: how long a slice is. Must not know: who asks, and what a response is for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -103,3 +104,36 @@ class RankEngine:
             self.engine.cancel(request_id)
         self._numbers.clear()
         self.engine.step()  # asleep, it only ends what was cancelled
+
+
+class GuestEngine:
+    """An engine for persons, which sleeps between slices."""
+
+    def __init__(self, make: Callable[[], RankEngine]) -> None:
+        """Make it; `make` is called again after an error, when all requests are forgotten: the driver tells callers."""
+        self._make, self._own = make, make()
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens that prompt and response may have together."""
+        return self._own.engine.max_request_tokens
+
+    def advance(self, asked: SliceRequest, version: int) -> list[Output]:
+        """Sample for a slice from the weights of a version, which the model has."""
+        engine = self._own.engine
+        if engine.version != version:
+            engine.load(version, None)
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._renew)
+            # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
+            outputs = self._own.take(asked, streamed=True)
+            engine.wake()
+            try:
+                outputs += self._own.sample(until_one_ends=False).outputs
+            finally:
+                engine.sleep()
+            if_it_fails.pop_all()
+        return outputs
+
+    def _renew(self) -> None:
+        self._own = self._make()

@@ -33,9 +33,10 @@ from rallypoint.roles.publishing import (
     StreamConnection,
     WeightTransport,
     WrittenFolder,
+    joint_digest,
     transport_between,
 )
-from rallypoint.roles.rank_engine import RankEngine, SliceRequest, SliceResult
+from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import Receiver, TransferPlan, fingerprint, published_folder
 
@@ -64,7 +65,7 @@ class RolloutWorker(LeaseHolder):
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick)
-        self._guests: RankEngine | None = None
+        self._guests: GuestEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
@@ -137,44 +138,24 @@ class RolloutWorker(LeaseHolder):
         Args:
             max_rows: requests of persons that run at once.
         """
-        self._guests = self._new_guests(max_rows)
-        self._max_guest_rows = max_rows
-        return self._guests.engine.max_request_tokens
-
-    def _new_guests(self, max_rows: int) -> RankEngine:
         config, decode = self._spec.config, self._spec.decoder()
         model = None if self._shard is None else self._shard.model
-        engine = make_guest_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
-        return RankEngine(engine, self._context.tick)
+
+        def make() -> RankEngine:
+            engine = make_guest_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
+            return RankEngine(engine, self._context.tick)
+
+        self._guests = GuestEngine(make)
+        return self._guests.max_request_tokens
 
     @scatter
     @with_lease()
     def advance_guests(self, asked: SliceRequest) -> list[Output]:
-        """Do the same for persons, on an engine of their own that sleeps between slices.
-
-        So they change neither what training samples nor how much memory it finds.
-        """
+        """Do the same for persons, so that it changes neither what training samples nor how much memory it finds."""
         assert self._guests is not None, "`open_guests` comes first"
         assert not self._is_sampling, "training samples: persons wait"
         self.check_whole()
-        engine = self._guests.engine
-        if engine.version != self._engine.version:
-            engine.load(self._engine.version, None)
-        with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._renew_guests)
-            # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
-            outputs = self._guests.take(asked, streamed=True)
-            engine.wake()
-            try:
-                outputs += self._guests.sample(until_one_ends=False).outputs
-            finally:
-                engine.sleep()
-            if_it_fails.pop_all()
-        return outputs
-
-    def _renew_guests(self) -> None:
-        """Forget the requests of persons; the driver tells their callers."""
-        self._guests = self._new_guests(self._max_guest_rows)
+        return self._guests.advance(asked, self._engine.version)
 
     @collect
     def memory(self) -> Metrics:
@@ -323,7 +304,6 @@ class Rollouts:
             WeightsMismatchError: ranks hold different weights now.
         """
         digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
-        if len(set(digests)) > 1:
-            ranks = ", ".join(f"rank {rank}: {str(digest)[:8]}" for rank, digest in enumerate(digests))
-            raise WeightsMismatchError(f"the ranks that sample hold different weights of version {version}: {ranks}")
-        return digests[0]
+        own = [digest for digest in digests if digest is not None]
+        what = f"the ranks that sample hold different weights of version {version}"
+        return joint_digest(what, own, [()] * len(own)) if own else None
