@@ -136,8 +136,8 @@ def test_turns_are_measured_also_of_groups_that_were_replaced(train):
         await client.sample(client.prompt, max_tokens=2)
         for _ in range(1 if is_alike else 2):
             await client.sample(again, max_tokens=2)
-        client.num_tool_calls += 2
-        client.num_tool_errors += is_alike
+        client.chats.num_calls += 2
+        client.chats.num_malformed += is_alike
         return 0.0 if is_alike else float(number)
 
     config = {"rollout.dynamic_sampling": 4}

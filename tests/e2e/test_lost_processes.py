@@ -49,7 +49,7 @@ def begun(step):
 
 def sampling(step):
     """In the middle of a step's sampling: its first group is scored."""
-    return lambda event: isinstance(event, GroupScored) and event.prompt // 8 == step - 1
+    return lambda event: isinstance(event, GroupScored) and event.validation is None and event.prompt // 8 == step - 1
 
 
 def done(step):

@@ -20,8 +20,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rallypoint.cli.rollouts import choose, print_chosen, print_outcome, print_turn
-from rallypoint.display.text import clean
 from rallypoint.errors import ModelError, ServingError
 from rallypoint.extras import why_not
 
@@ -80,6 +78,7 @@ def evaluate(
 
 
 def _print_evaluation(console: Console, result: Evaluation, how: str, seconds: float) -> None:
+    from rallypoint.cli.rollouts import choose, print_chosen
     from rallypoint.environments.failures import describe_failures
 
     failed = f", {len(result.failures)} more without a score" if result.failures else ""
@@ -107,6 +106,8 @@ def _tabular(metrics: Mapping[str, float]) -> list[str]:
     >>> _tabular({"validation/pass@1/sums": 0.5, "rollout/failed_timeout": 0.0})
     ['validation/pass@1/sums  0.5']
     """
+    from rallypoint.display.text import clean
+
     shown = {name: value for name, value in metrics.items() if value or not name.startswith("rollout/failed_")}
     cells = max(map(len, shown), default=0)
     return [f"{clean(name):{cells}}  {value:.4g}" for name, value in sorted(shown.items())]
@@ -175,6 +176,7 @@ def _watch(
     console: Console, trained: Trained, data: Sequence[str], place: int | None, asked: Asked, episode: str | None
 ) -> None:
     """Print an episode as it is played, and how it ended."""
+    from rallypoint.cli.rollouts import print_outcome, print_turn
     from rallypoint.environments.failures import RolloutFailure, describe_failures
     from rallypoint.recipes.evaluation import Evaluation, watch
     from rallypoint.recipes.play import in_loop

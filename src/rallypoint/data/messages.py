@@ -76,7 +76,8 @@ def with_arguments(message: Mapping[str, object], *, as_text: bool) -> dict[str,
     """Return a message with the arguments of its calls as text in JSON, or as what that says."""
     calls: list[object] = []
     for call in calls_of(message):
-        arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
+        given = {} if call.arguments is None else call.arguments  # of a function without parameters
+        arguments = json.dumps(given, ensure_ascii=False) if as_text else given
         key = {} if call.id is None else {"id": call.id}
         calls.append({**key, "type": "function", "function": {"name": call.name, "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else dict(message)

@@ -110,6 +110,7 @@ def _results(summary: Summary) -> _Rows:
 def in_short(account: Account) -> str:
     """Say in a line what a run has wasted, and by which cause most.
 
+    >>> from rallypoint.run.waste import Waste
     >>> waste = Waste("done again", 2, "step", 80, 2.0)
     >>> in_short(Account(seconds=8.0, tokens=160, wastes=(waste,)))
     '50.0% of tokens, 25.0% of seconds, most of them done again'

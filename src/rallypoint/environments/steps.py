@@ -21,15 +21,11 @@ five entries as gymnasium has them, (messages, reward, terminated, truncated, me
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import inspect
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from rallypoint.environments.own_thread import OwnThread
 from rallypoint.errors import EpisodeError, RowFullError
 from rallypoint.user_code import own_signature
 
@@ -99,7 +95,7 @@ async def play(kind: type[Steps], example: Example, client: Client) -> dict[str,
         EpisodeError: a method returned something else than it may.
         RowFullError: the first messages leave no room for an answer.
     """
-    thread, is_over = _Thread(kind.__name__), False
+    thread, is_over = OwnThread(kind.__name__), False
     try:
         game = await thread.call(kind)
         close = getattr(game, "close", None)
@@ -118,7 +114,7 @@ async def play(kind: type[Steps], example: Example, client: Client) -> dict[str,
 
 
 async def _play(
-    game: Steps, thread: _Thread, example: Example, client: Client
+    game: Steps, thread: OwnThread, example: Example, client: Client
 ) -> tuple[list[object], dict[str, object]]:
     name, rewards, metrics = type(game).__name__, list[object](), dict[str, object]()
     messages = _first_messages(name, await thread.call(game.reset, example))
@@ -196,51 +192,3 @@ def _read_messages(who: str, found: object, expected: str) -> Sequence[Mapping[s
             return cast("Sequence[Mapping[str, object]]", messages)
         found = wrong[0]
     raise EpisodeError(f"{who} returned {type(found).__name__} {str(found)[:60]!r} for {_MESSAGES}; {expected}")
-
-
-class _Thread:
-    """Calls the methods of one object; a process does not wait at its end for one that hangs."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._is_running = name, False
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-
-    async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Return what a function returns; one that is async runs here."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        found = await asyncio.wrap_future(self._put(lambda: function(*arguments)))
-        return await found if inspect.isawaitable(found) else found
-
-    def begin(self, function: Callable[[], Any] | None) -> None:
-        """Have a function called some time, unless it is async and so would have to be awaited."""
-        if function is not None and not inspect.iscoroutinefunction(function):
-            self._put(function)
-
-    def end(self) -> None:
-        """Let the thread end after its last call."""
-        self._jobs.put(None)
-
-    def _put(self, job: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((future, job))
-        if not self._is_running:
-            self._is_running = True
-            threading.Thread(target=self._work, name=f"episode {self._name}", daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        while (asked := self._jobs.get()) is not None:
-            future, job = asked
-            try:
-                result, error = job(), None
-            except StopIteration as raised:  # which no coroutine may raise
-                result, error = None, RuntimeError(f"StopIteration: {raised}")
-            except BaseException as raised:  # noqa: BLE001 - see `call`
-                result, error = None, raised
-            if not future.set_running_or_notify_cancel():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)

@@ -20,7 +20,9 @@ import asyncio
 import functools
 import inspect
 import json
+import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, get_type_hints, overload
 
@@ -30,6 +32,7 @@ from pydantic.errors import PydanticUserError
 from rallypoint.data import ChatMessage, Message
 from rallypoint.data.legible import control_tokens
 from rallypoint.data.messages import calls_of
+from rallypoint.environments.own_thread import OwnThread
 from rallypoint.errors import RallyError, RowFullError, UserCodeError, first_line
 from rallypoint.user_code import own_signature
 
@@ -236,7 +239,23 @@ class _Tool:
         """Call the function, in a thread if it is not async."""
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)
-        return await asyncio.to_thread(self._function, **arguments)
+        thread = OwnThread(self.name)
+        try:
+            async with _places():
+                return await thread.call(functools.partial(self._function, **arguments))
+        finally:
+            thread.end()
+
+
+_PLACES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+def _places() -> asyncio.Semaphore:
+    """Return the places for calls that block, of this loop: a few more than cores, as programs may need one each.
+
+    A call that hangs frees its place when its rollout is given up.
+    """
+    return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore((os.cpu_count() or 1) + 4))
 
 
 @functools.lru_cache(maxsize=64)

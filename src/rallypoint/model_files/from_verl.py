@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -56,14 +57,22 @@ def import_verl(source: Path, to: Path) -> int:
     partial = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(described, partial, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.py"))
+        shutil.copytree(described, partial, ignore=_left_out)
         _write(states, partial)
         partial.rename(to)
     except OSError as error:
         raise ExportError(explain(to, error)) from error
+    except (IndexError, RuntimeError) as error:
+        raise ModelError(f"{source}: not one checkpoint of verl's FSDP: {first_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return len(states[0])
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what is not copied: weights, code, and links, which may lead anywhere."""
+    kinds = ("*.safetensors*", "*.bin*", "*.py")
+    return {name for name in names if any(fnmatch(name, kind) for kind in kinds) or (Path(folder) / name).is_symlink()}
 
 
 def _ranks(source: Path) -> list[Path]:
@@ -122,6 +131,9 @@ def _whole(name: str, states: Sequence[_State]) -> Tensor:
 
 def _write(states: Sequence[_State], folder: Path) -> None:
     names = states[0].keys()
+    if adapted := next((name for name in names if name.startswith("base_model.") or ".lora_" in name), None):
+        merge = "merge it first with verl's own `python -m verl.model_merger`"
+        raise ModelError(f"{adapted}: expected the weights of a whole model; this one has LoRA's adapters; {merge}")
     for rank, state in enumerate(states):
         if state.keys() != names:
             odd = sorted(state.keys() ^ names)[0]

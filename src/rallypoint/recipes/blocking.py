@@ -24,7 +24,7 @@ from rallypoint.data import Example, save_tokenizer
 from rallypoint.environments.blocking import SIZE, EpisodeCall, EpisodeTask, SampledTurn
 from rallypoint.environments.client import Client
 from rallypoint.environments.in_process import Ended
-from rallypoint.errors import ConfigError, EpisodeError, RallyError, UserCodeError
+from rallypoint.errors import ConfigError, EpisodeError, RallyError, UserCodeError, first_line
 from rallypoint.prepare.material import Material
 from rallypoint.recipes.in_processes import InProcesses
 from rallypoint.run.folder import RunFolder
@@ -107,6 +107,8 @@ class PlainEpisodes:
                 said = {"answer": await _asked(client, asked["method"], asked["arguments"])}
             except RallyError as error:
                 said = {"error": type(error).__name__, "text": str(error)}
+            except (TypeError, ValueError) as error:  # of what the episode has given
+                said = {"error": "EpisodeError", "text": f"client.{asked.get('method')}: {first_line(error)}"}
             answer = json.dumps(said).encode()
             writer.write(SIZE.pack(len(answer)) + answer)
             await writer.drain()

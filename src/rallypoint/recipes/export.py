@@ -9,7 +9,8 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import yaml
 from huggingface_hub import HfApi
@@ -178,7 +179,19 @@ def _files(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _keys(config: RunConfig) -> dict[str, str]:
-    return {f"`{key}`": f"`{_shown(value)}`" for key, value in values_of(config)}
+    """Return all keys but those that say where it ran, or what rewards were given, which may be secrets."""
+    kept = {key: value for key, value in values_of(config) if not key.startswith("cluster.")}
+    return {
+        f"`{key}`": _code(", ".join(map(str, cast("Mapping[str, object]", value))))  # their names
+        if key.endswith("parameters")
+        else _code(_shown(value))
+        for key, value in kept.items()
+    }
+
+
+def _code(text: str) -> str:
+    """Return a text as code, which it cannot leave."""
+    return f"`{text.replace('`', chr(39))}`"
 
 
 def _shown(value: object) -> str:
@@ -194,12 +207,18 @@ def _shown(value: object) -> str:
 
 
 def _name(text: str) -> str:
-    """Return a path of this machine without its folders; anything else as it is.
+    """Return a path or an address without its folders, host and query; anything else as it is.
 
-    >>> _name("/data/me/rewards.py:score"), _name("Qwen/Qwen3-0.6B"), _name("~/data.parquet")
+    >>> _name("/data/me/rewards.py:score"), _name("Qwen/Qwen3-0.6B"), _name("../me/data.parquet")
     ('rewards.py:score', 'Qwen/Qwen3-0.6B', 'data.parquet')
+    >>> _name("https://me:secret@host/data.parquet?signature=1")
+    'https://.../data.parquet'
     """
-    return Path(text).name if text.startswith(("/", "~")) else text
+    if "://" in text:
+        parts = urlsplit(text)
+        return f"{parts.scheme}://.../{Path(parts.path).name}"
+    is_file = text.startswith((".", "/", "~")) or (Path(text.partition(":")[0]).suffix and not is_hub_name(text))
+    return Path(text).name if is_file else text
 
 
 def _table(rows: Mapping[str, str]) -> list[str]:

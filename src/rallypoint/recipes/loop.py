@@ -164,7 +164,7 @@ async def _train(
             recording,
             began_s,
         )
-        at_end.add(roles.close_rendezvous, after=runtime.shutdown)  # workers renew their leases there
+        at_end.add(roles.close, after=runtime.shutdown)  # workers renew their leases there
         return await roles.run()
 
 
@@ -252,6 +252,7 @@ class _Roles:
         config, first, supervisor = self.beginning.config, self.beginning.first, Supervisor(self.journal)
         saved = self.folder.checkpoints / checkpoint_name(first) if first else None
         steps = None
+        shutil.rmtree(self.folder.snapshots, ignore_errors=True)  # of a run that was killed
         while True:
             try:
                 with acknowledging(self.journal.say):
@@ -287,10 +288,12 @@ class _Roles:
             await self.endpoint.reopen()
         assert self._placement is not None, "it began"
         await self._placement.close()
-        self.close_rendezvous()
+        self.close()
+        self.grader = open_grader(self.beginning.config.reward, self.folder.logs / "reward.log")
         self.began_s = time.monotonic()
 
-    def close_rendezvous(self) -> None:
-        """Leave no place to meet behind."""
+    def close(self) -> None:
+        """End the reward functions of the newest start, and leave no place to meet behind."""
+        self.grader.close()
         if self._placement is not None and self._placement.rendezvous is not None:
             self._placement.rendezvous.close()

@@ -126,6 +126,8 @@ class Saver:
 
         One that cannot be written is left out: a run that loses a process goes back further then.
         """
+        if self._finishing is not None and self._finishing.done():
+            await self.finish()  # which says now that the newest checkpoint could not be made whole
         config, began = self.setup.config, time.monotonic()
         is_saved = step % config.checkpoint_every_steps == 0 or step == config.trainer.num_steps
         is_cheap = (began - self._since) * _MOST_OF_A_STEP >= self._took_s

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from rallypoint import checkpoint
 from rallypoint.cluster import at_step
 from rallypoint.display import Progress
 from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
@@ -68,11 +69,14 @@ class Steps:
             hurry = self.setup.placement.runtime.hurry
             with interruptible(self._promise, self._lost, hurry, self.observer) as interrupted:
                 await self._begin(first)
-                return await self._steps(first, interrupted)
+                is_done = await self._steps(first, interrupted)
+                await self.saver.finish()  # while signals are still heard
+                return is_done
 
     async def _begin(self, first: int) -> None:
         actor, source = self.recipe.actor, self.recipe.sampling
-        self.saver.saved = first
+        saved = checkpoint.steps(self.saver.folder.checkpoints)
+        self.saver.saved = max((step for step in saved if step <= first), default=0)  # `first` may be a snapshot's
         for step, validated in self.saver.folder.state().validations.items():
             self.saver.validated(step, validated.metrics)
         if source is not None:
@@ -95,14 +99,13 @@ class Steps:
         for step in range(first + 1, num_steps + 1):
             if interrupted.is_set():
                 self.journal.say(f"interrupted after step {step - 1}", level="log")
+                await self._save_until(step - 1)
                 return False
             try:
                 await self._step(step)
             except AbandonedError as error:
                 self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
-                await self.saver.finish()
-                if self.saver.saved < step - 1:
-                    await self.saver.save(step - 1)
+                await self._save_until(step - 1)
                 return False
             if step % config.validation.every_steps == 0 or step == num_steps:
                 await self._validate(step)
@@ -111,7 +114,16 @@ class Steps:
             is_last = interrupted.is_set() or step == num_steps
             if is_last or step == self.saver.best[0] or step % every == 0:
                 await self.saver.save(step)
+            else:
+                with at_step(step):
+                    await self.saver.snapshot(step)
         return True
+
+    async def _save_until(self, step: int) -> None:
+        """Save the state after a step, unless it is saved."""
+        await self.saver.finish()
+        if self.saver.saved < step:
+            await self.saver.save(step)
 
     def _promise(self, signal: str) -> None:
         message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
@@ -128,7 +140,6 @@ class Steps:
     async def _step(self, step: int) -> None:
         with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
-            await self.saver.snapshot(step)
         scalars = merge(metrics, await self.setup.placement.memory()).scalars()
         self._log_agreement(step, scalars)
         self.newest = {**scalars, **spans.scalars()}

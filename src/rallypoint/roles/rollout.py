@@ -237,6 +237,7 @@ class Rollouts:
         """What carries published weights to this role."""
         self.publisher: Publisher | None = None
         """The actor, once it has published."""
+        self._max_guest_rows: int | None = None
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -276,6 +277,8 @@ class Rollouts:
         """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
         if isinstance(self.transport, Stream):
             self.transport.is_open = False  # it led to the process that was lost
+        if self._max_guest_rows is not None:
+            await self._group.call_rank(rank, RolloutWorker.open_guests, self._max_guest_rows)
         if self.publisher is None or self.publisher.version != version:
             return
         written = await self.publisher.written("rollout")
@@ -283,10 +286,8 @@ class Rollouts:
         shutil.rmtree(written)
 
     async def open_guests(self, max_rows: int) -> int:
-        """Prepare for persons, of whom `max_rows` are answered on each rank at once.
-
-        Returns the most tokens that prompt and response may have together.
-        """
+        """Prepare for persons, `max_rows` at once on each rank; return the most tokens of prompt and response."""
+        self._max_guest_rows = max_rows
         return min(await self._group.call(RolloutWorker.open_guests, max_rows))
 
     async def advance_guests(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:

@@ -110,7 +110,7 @@ class _Start:
         match entry.event:
             case RolesStarted(metrics=metrics):
                 self.start_s, self.done_s = metrics.get(TIME_PREFIX + START, 0.0), entry.time_s
-            case GroupScored(prompt=prompt, turns=turns):
+            case GroupScored(validation=None, prompt=prompt, turns=turns):
                 self.groups[prompt] = sum(length for *_, spans, _ in turns for _, length in spans)
             case GroupDropped(prompt=prompt, why=why):
                 cause = "replaced" if why == NO_SIGNAL else "given up"

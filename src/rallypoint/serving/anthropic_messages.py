@@ -48,6 +48,8 @@ class MessagesRequest(ChatRequest):
             del body["thinking"]
         if problems := {name: f"{name}: {why}" for name, why in _REFUSED.items() if body.get(name)}:
             raise refused(problems)
+        if body.get("n", 1) != 1:
+            raise refused({"n": "n: an answer here is one; ask several times, or /v1/chat/completions"})
         taken = {*_REFUSED, "system", "messages", "tools", "tool_choice"}
         fields = {_RENAMED.get(name, name): value for name, value in body.items() if name not in taken}
         fields["messages"] = _messages(body.get("system"), body.get("messages", []))

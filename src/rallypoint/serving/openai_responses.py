@@ -96,6 +96,8 @@ class ResponsesRequest(ChatRequest):
         body = without_nulls(body)
         if problems := {name: f"{name}: {why}" for name, why in _REFUSED.items() if body.get(name)}:
             raise refused(problems)
+        if body.get("n", 1) != 1:
+            raise refused({"n": "n: an answer here is one; ask several times, or /v1/chat/completions"})
         taken = {*_NO_EFFECT, *_REFUSED, "input", "instructions", "tools", "tool_choice", "max_output_tokens", "text"}
         fields = {name: value for name, value in body.items() if name not in taken}
         fields["echoed"] = {name: body[name] for name in _ECHOED if name in body}

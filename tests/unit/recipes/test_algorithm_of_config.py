@@ -176,7 +176,9 @@ def test_keys_of_another_name_may_wait_in_a_file():
 def test_every_shipped_recipe_composes_what_it_is_named_after(name):
     config = load_config(name, draft=True).config
     adapters = {"lora"} if config.model.lora else set()
-    composed = {config.recipe, config.advantage.name, config.loss.name, config.reward.function, *adapters, "dapo"}
+    tools = {tool.function for tool in getattr(config.rollout.episode, "tools", ())}
+    named = {config.recipe, config.advantage.name, config.loss.name, config.reward.function, "dapo"}
+    composed = named | adapters | tools
     assert name.rpartition("-")[2] in composed
     if not RECIPES[config.recipe].advantages:  # it learns from examples
         return

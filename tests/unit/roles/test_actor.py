@@ -265,6 +265,9 @@ class OneWorker:
         self.calls.append(method.__name__)
         return method(self.worker, *arguments)
 
+    async def kept(self, work):
+        return await work()
+
 
 def actor_of(config, worker, loss):
     return Actor(config, cast("WorkerGroup[ActorWorker[ActorBatch]]", OneWorker(worker)), loss)

@@ -26,9 +26,10 @@ _TEXT = ("text", "contents", "passage")
 """Columns that a passage's text may have as its name, and below its title's."""
 _MAX_WORDS = 64
 """Words of a query that are looked for."""
+_WORD = re.compile(r"[^\W_]+")
+"""A word as SQLite cuts a text: an underline ends one."""
 _COMMON = frozenset(
-    re.findall(
-        r"\w+",
+    _WORD.findall(
         "a an and are as at be but by do does did for from had has have he her his how i if in into is it its no not "
         "of on or such that the their then there these they this to was were what when where which who whom whose why "
         "will with you",
@@ -94,7 +95,7 @@ class Passages:
             query: words, of which a passage needs one; rare ones weigh more (BM25, k1=1.2, b=0.75, Porter's stems).
             top_k: passages at most.
         """
-        words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
+        words = list(dict.fromkeys(_WORD.findall(query.lower())))
         words = [word for word in words if word not in _COMMON] or words
         if not words:
             return []
