@@ -189,7 +189,7 @@ async def tries_twice(prompt, client):
     try:
         return Trajectory(turns=(await client.sample(prompt.tokens),))
     except GenerationError:
-        client._terms.mailbox.failing = set()
+        client._terms.sampler.failing = set()
         return Trajectory(turns=(await client.sample(prompt.tokens),))
 
 
