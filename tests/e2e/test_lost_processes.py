@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from tiny_runs import Runs
@@ -21,7 +22,15 @@ from rallypoint.run.folder import create_run
 
 pytestmark = pytest.mark.lasting_ray
 
-LONG = ("trainer.num_steps=6", "checkpoint.every_steps=4", "rollout.exact=true")
+OWN_REWARD = Path(__file__).parents[1] / "shared" / "own_reward.py"
+"""Its processes are the driver's, and outlive the roles, or are made again with them."""
+LONG = (
+    "trainer.num_steps=6",
+    "checkpoint.every_steps=4",
+    "rollout.exact=true",
+    f"reward.function={OWN_REWARD}:score",
+    "reward.num_processes=1",
+)
 APART = ("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side", "reference.placement.pool=side")
 
 
