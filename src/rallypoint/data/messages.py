@@ -73,7 +73,12 @@ def calls_of(message: Mapping[str, object]) -> list[CallMessage]:
 
 
 def with_arguments(message: Mapping[str, object], *, as_text: bool) -> dict[str, object]:
-    """Return a message with the arguments of its calls as text in JSON, or as what that says."""
+    """Return a message with the arguments of its calls as text in JSON, or as what that says.
+
+    >>> call = {"function": {"name": "now", "arguments": None}}
+    >>> with_arguments({"tool_calls": [call]}, as_text=True)["tool_calls"]
+    [{'type': 'function', 'function': {'name': 'now', 'arguments': '{}'}}]
+    """
     calls: list[object] = []
     for call in calls_of(message):
         given = {} if call.arguments is None else call.arguments  # of a function without parameters

@@ -111,6 +111,7 @@ def test_a_search_returns_the_passages_that_match_best(towns):
     assert find("What is the capital of Norway?") == "[1] Oslo\nThe capital of Norway lies at a fjord."
     assert find('rivers AND ("x') == "[1] Tiber\nA river.", "by stems, and no word is an operator"
     assert [title for title, _ in Passages.of(towns).search("capital", 9)] == ["Rome", "Oslo"]
+    assert find("a_fjord").startswith("[1] Oslo"), "an underline ends a word"
     assert [find(""), find("ships")] == ["nothing was found"] * 2
     assert find("the").startswith("[1] "), "common words count where there are no others"
 

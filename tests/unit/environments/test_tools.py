@@ -199,3 +199,28 @@ def test_two_tools_of_one_name_are_refused():
     other.__name__ = "look"
     with pytest.raises(UserCodeError, match="expected tools with different names, found look for all"):
         Tools(look, other)
+
+
+def test_a_tool_that_hangs_keeps_no_thread_that_others_need():
+    began, over = threading.Event(), threading.Event()
+
+    def hang() -> str:
+        """Wait for ever."""
+        began.set()
+        over.wait()
+        return ""
+
+    async def main():
+        call = {"id": "1", "type": "function", "function": {"name": "hang", "arguments": "{}"}}
+        calls = [asyncio.create_task(Tools(hang).results({"tool_calls": [call]})) for _ in range(40)]
+        await asyncio.to_thread(began.wait)
+        for one in calls:
+            one.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        (said,) = await Tools(wait).results({"tool_calls": [{**call, "function": {"name": "wait", "arguments": "{}"}}]})
+        return said["content"]
+
+    try:
+        assert "false" in asyncio.run(main()).lower(), "in a thread, for which there is a place again"
+    finally:
+        over.set()

@@ -55,12 +55,16 @@ def imported(source, to):
 
 @pytest.mark.parametrize("name", ["three", "replicas"])
 def test_the_parts_of_all_ranks_become_the_model_that_was_trained(saved, tmp_path, name):
+    secret = saved / name / "actor" / "huggingface" / "secret.txt"
+    secret.unlink(missing_ok=True)
+    secret.symlink_to(__file__)
     found = imported(saved / name, tmp_path / "model")
     assert found.exit_code == 0, found.output
     expected, weights = (load_file(folder / "model" / "model.safetensors") for folder in (saved, tmp_path))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / "secret.txt").exists(), "no link is followed"
     assert isinstance(imported(saved / name / "actor", tmp_path / "model").exception, ExportError), "it is not empty"
     assert imported(saved / name / "actor", tmp_path / "again").exit_code == 0
 
@@ -70,7 +74,7 @@ class Runs:
         return os.mkdir, (os.environ["PLANTED"],)
 
 
-@pytest.mark.parametrize("damage", ["code", "missing", "cut off", "no config", "other ranks"])
+@pytest.mark.parametrize("damage", ["code", "missing", "cut off", "no config", "adapters", "other ranks"])
 def test_what_is_no_whole_checkpoint_of_tensors_is_refused_and_nothing_is_run(saved, tmp_path, monkeypatch, damage):
     source = shutil.copytree(saved / "three", tmp_path / "source")
     last = source / "actor" / "model_world_size_3_rank_2.pt"
@@ -88,6 +92,10 @@ def test_what_is_no_whole_checkpoint_of_tensors_is_refused_and_nothing_is_run(sa
         case "no config":
             (source / "actor" / "huggingface" / "config.json").unlink()
             said = "expected the config.json"
+        case "adapters":
+            for path in (source / "actor").glob("*.pt"):
+                torch.save({"base_model.model.q_proj.lora_A.default.weight": torch.ones(1)}, path)
+            said = "merge it first with verl's own"
         case _:
             last.rename(last.with_name("model_world_size_2_rank_1.pt"))
             said = "those of \\[2, 3\\] ranks"

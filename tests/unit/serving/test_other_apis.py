@@ -133,6 +133,8 @@ def test_whole_answers_say_how_they_ended_and_what_was_counted(opened):
 USER = [{"role": "user", "content": "x"}]
 PICTURE = {"type": "base64", "media_type": "image/png", "data": "x"}
 REFUSED = {
+    "several items": ("responses", {"n": 2}, "n", "ask several times"),
+    "several messages": ("messages", {"n": 2}, "n", "ask several times"),
     "stored": ("responses", {"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation as input"),
     "hosted tool": ("responses", {"tools": [{"type": "web_search"}]}, "tools.0", "expected type function, found 'web"),
     "item": ("responses", {"input": [{"type": "web_search_call"}]}, "input.0", "'web_search_call' are not supported"),
