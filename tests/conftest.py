@@ -105,6 +105,7 @@ ALLOWED_SKIPS = re.compile(
     "|no weights are stored for this machine"  # of golden bits, which other machines have
     r"|rallypoint\[(wandb|mlflow|trackio|swanlab)\]|needs s3fs"  # large clients, tried by hand
     "|reasoning.gym|etcd|hadolint|trl|(openenv|verifiers) is not installed"  # what CI installs if it can
+    "|needs Chromium"  # 300 MB of packages of the system
     "|a rendezvous in memory has no other processes"
     "|does not work here|is not here|no sandbox|bubblewrap|cannot mount|does not let py-spy"  # by the machine
     "|no libgomp|descriptors only|machine code for x86_64"

@@ -38,6 +38,8 @@ BROAD: dict[str, str] = {
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",
+    "recipes/ending.py:reported": "whatever keeps the page of a run from being written, the run is done",
+    "page/rollout_tables.py:tokenizer_of": "the tokenizers library raises bare Exception for a file it cannot read",
     "recipes/ending.py:recorded_end": "whatever ends a run is in its journal, and is raised on",
     "recipes/serve.py:_look": "whatever a new checkpoint raises is told, and the old one is served on",
     "observability/trackers.py:_work": "clients of networks raise anything; the run goes on without them",

@@ -209,6 +209,28 @@ def replay(
 
 
 @app.command()
+def view(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Folders or names of runs; by default the newest run.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the page into one file that opens from a mail.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8765,
+    key: Annotated[
+        list[str] | None, typer.Option(envvar="RALLYPOINT_API_KEY", help="Whoever looks must have it: /?key=KEY.")
+    ] = None,
+) -> None:
+    """Show runs in a browser, also while they go on, or write them into one file."""
+    from rallypoint.cli.use import view as show_page
+
+    show_page(runs or [], export=export, host=host, port=port, keys=tuple(key or ()))
+
+
+@app.command()
 def waste(run: Run) -> None:
     """Print the seconds and tokens of a run that bought nothing, by cause."""
     from rallypoint.cli.replay import print_waste

@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rallypoint.cli.rollouts import MAX_LINES, choose, print_rollouts
-from rallypoint.config import shown
+from rallypoint.config import TrainerConfig, shown
 from rallypoint.display.text import clean, shorten, sparkline
 from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
+from rallypoint.errors import RunFolderError
 from rallypoint.journal import Change
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.preflight import newest_of
@@ -106,6 +107,21 @@ def _list(say: Callable[[str], None], title: str, changes: Sequence[Change]) -> 
 def run_of(name: str) -> Path:
     """Return the folder of a run by its path or name, or the newest run of a recipe."""
     return Path(name) if Path(name).is_dir() else newest_of(name, ())
+
+
+def runs_of(names: Sequence[str]) -> list[Path]:
+    """Return the folders of runs by name; of no name, that of the run below `runs` that changed last.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    if names:
+        return [run_of(name) for name in names]
+    folder = Path(TrainerConfig().runs_dir)
+    found = find_runs(folder) if folder.is_dir() else []
+    if not found:
+        raise RunFolderError(f"no runs in {folder.absolute()}; name the folder of one: rally view FOLDER")
+    return [found[0].path]
 
 
 _STYLES: dict[State, tuple[str, str]] = {

@@ -319,6 +319,29 @@ def _serve(checkpoint: str, options: Options, *, trust_remote_code: bool) -> Non
         _on_signals(lambda _: serving.give_up())
 
 
+def view(names: Sequence[str], *, export: str | None, host: str, port: int, keys: tuple[str, ...]) -> None:
+    """Serve the page of runs until Ctrl-C or SIGTERM, or write it into a file."""
+    from rallypoint.cli.runs import runs_of
+
+    try:
+        from rallypoint.page import RunReader, write_report
+        from rallypoint.page.app import PageServer
+    except ImportError as error:
+        raise ServingError(f"rally view {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    runs = RunReader.several(runs_of(names))
+    if export is not None:
+        said = write_report(runs, Path(export))
+        console.print(f"{export}: {Path(export).stat().st_size / 1e6:.1f} MB; {said}")
+        return
+    events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
+    server = PageServer(runs, host=host, port=port, keys=keys, say=console.print, on_end=lambda: events.put("ended"))
+    with server:
+        _on_signals(lambda number: events.put(signal.Signals(number).name))
+        console.print(f"{', '.join(run.name for run in runs)}: {server.url}{'?key=KEY' if keys else ''}  (Ctrl-C ends)")
+        events.get()
+
+
 def _printable(text: str) -> str:
     """Drop what would steer the terminal: a model's output is not trusted."""
     return "".join(character for character in text if character.isprintable() or character in "\n\t")

@@ -33,7 +33,7 @@ from rallypoint.journal.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from rallypoint.journal.log import Entry, Journal, Reader, read_journal
+from rallypoint.journal.log import Entry, Journal, JournalTail, Reader, read_journal
 from rallypoint.journal.state import RunState, fold
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "GroupScored",
     "InputsRead",
     "Journal",
+    "JournalTail",
     "Launched",
     "Level",
     "Reader",

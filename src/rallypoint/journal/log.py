@@ -17,9 +17,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Self, TypeAlias
 
@@ -155,23 +156,68 @@ class Journal:
         return _parse(self.path, whole[-1])[0].number, _hash(whole[-1])
 
 
+_HEAD = re.compile(rb'\{"n": (\d+), "time": [^,]+, "before": "(\w*)", "kind": "(\w+)"')
+
+
+class JournalTail:
+    """Reads a journal as it grows: each call of `read` yields what is new, and a torn last line waits for its end."""
+
+    def __init__(self, path: Path, *, later: Collection[str] = ()) -> None:
+        """Begin before the first line.
+
+        Args:
+            path: of the journal, which may not be there yet.
+            later: names of kinds that are many: `read` yields where their lines begin, and `at` reads one.
+        """
+        self.path, self._later = path, frozenset(kind.encode() for kind in later)
+        self._offset, self._number, self._before = 0, 0, _FIRST
+
+    def read(self) -> Iterator[Entry | int]:
+        """Yield entries, and bytes of the file at which lines of the kinds begin that are read later.
+
+        Raises:
+            RunFolderError: a line is damaged, missing, or of a version of rallypoint that writes other events.
+        """
+        if not self.path.is_file() or self.path.stat().st_size == self._offset:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")[:-1]
+        for line in lines:
+            head = _HEAD.match(line) if self._later else None
+            if head is not None and head[3] in self._later:
+                number, expected, found = int(head[1]), head[2].decode(), self._offset
+            else:
+                found, expected = _parse(self.path, line, self._number + 1)
+                number = found.number
+            if (number, expected) != (self._number + 1, self._before):
+                raise RunFolderError(
+                    f"{self.path}, line {self._number + 1}: expected number {self._number + 1} after a line with the "
+                    f"hash {self._before or 'of none'}, found number {number} after {expected or 'none'}: a line "
+                    "before it was changed or removed"
+                )
+            self._offset, self._number, self._before = self._offset + len(line) + 1, number, _hash(line)
+            yield found
+
+    def at(self, place: int) -> Entry:
+        """Return the entry whose line begins at a byte of the file.
+
+        Raises:
+            RunFolderError: it is damaged.
+        """
+        with self.path.open("rb") as file:
+            file.seek(place)
+            return _parse(self.path, file.readline().rstrip(b"\n"))[0]
+
+
 def read_journal(path: Path) -> Iterator[Entry]:
     """Yield what a journal has, oldest first; nothing of a file that is not there.
 
     Raises:
         RunFolderError: a line is damaged, missing, or of a version of rallypoint that writes other events.
     """
-    if not path.is_file():
-        return
-    before = _FIRST
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        entry, expected = _parse(path, line, number)
-        if (entry.number, expected) != (number, before):
-            raise RunFolderError(
-                f"{path}, line {number}: expected number {number} after a line with the hash {before or 'of none'}, "
-                f"found number {entry.number} after {expected or 'none'}: a line before it was changed or removed"
-            )
-        before = _hash(line)
+    for entry in JournalTail(path).read():
+        assert isinstance(entry, Entry), "nothing is read later"
         yield entry
 
 

@@ -146,10 +146,10 @@ def _run(
     from_step: int | None,
 ) -> bool:
     from rallypoint.display import make_progress
-    from rallypoint.recipes.ending import draw, summarise
+    from rallypoint.recipes.ending import draw, reported, summarise
     from rallypoint.recipes.loop import train as run
 
-    with progress or make_progress(console) as shown:
+    with reported(folder), progress or make_progress(console) as shown:
         finished = run(loaded, folder, shown, resume=resume, from_step=from_step, found=found, observer=observer)
         if finished:
             shown.finish(summarise(folder, loaded.config))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +15,7 @@ from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.journal import read_journal
 from rallypoint.model_files import is_adapter
+from rallypoint.page import REPORT, RunReader, write_report
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import why_no_plot
 from rallypoint.run.folder import RunFolder, named_run
@@ -44,6 +47,17 @@ class Picture:
 
     def _repr_png_(self) -> bytes:
         return self.path.read_bytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """The page of runs, whole; a notebook shows it in a frame, where it can touch nothing of the notebook."""
+
+    html: str = dataclasses.field(repr=False)
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:760px;border:0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{escape(self.html)}"></iframe>'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +145,16 @@ class Run:
         if drawn is None:
             raise RunFolderError(f"no picture: {why_no_plot()}")
         return Picture(drawn)
+
+    def view(self, *others: Run) -> Page:
+        """Show the page of the run in a notebook, from one file; beside those of other runs.
+
+        The page is that of the moment. `rally view` shows a run that goes on.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / REPORT
+            write_report(RunReader.several([self.folder, *(other.folder for other in others)]), file)
+            return Page(file.read_text(encoding="utf-8"))
 
     def load(self, step: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Return a trained model and its tokenizer, as transformers loads them.

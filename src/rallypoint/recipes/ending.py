@@ -23,9 +23,10 @@ from rallypoint.errors import DiskError, RallyError, first_line
 from rallypoint.journal import Journal, RunBegan, RunEnded
 from rallypoint.observability.tracker_clients import as_in_verl, open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
+from rallypoint.page import REPORT, RunReader, write_report
 from rallypoint.prepare.machine import look_around, plan_on
 from rallypoint.run import MetricsLog, Summary, why_no_plot
-from rallypoint.run.folder import RunFolder, anchored
+from rallypoint.run.folder import RunFolder, anchored, has_begun
 from rallypoint.run.record import software
 from rallypoint.run.resume import Beginning
 
@@ -90,6 +91,20 @@ def draw(folder: RunFolder) -> tuple[Path | None, str]:
         return drawn, "" if drawn else why_no_plot()
     except Exception as error:  # noqa: BLE001 - of whatever draws: the run is done
         return None, f"{type(error).__name__}: {first_line(error)}"
+
+
+@contextlib.contextmanager
+def reported(folder: RunFolder) -> Iterator[None]:
+    """Write the page of a run into its folder when the block ends, however it does; what goes wrong ends no run."""
+    try:
+        yield
+    finally:
+        if has_begun(folder):
+            try:
+                write_report([RunReader(folder.path, is_ours=True)], folder.path / REPORT)
+            except Exception as error:  # noqa: BLE001 - of whatever reads and draws: the run is done
+                with contextlib.suppress(DiskError):
+                    folder.log(f"{REPORT} was not written: {type(error).__name__}: {first_line(error)}")
 
 
 def summarise(folder: RunFolder, config: RunConfig) -> Summary:

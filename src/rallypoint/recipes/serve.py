@@ -24,9 +24,8 @@ from rallypoint.models import named_weights
 from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.recipes.saving import STATE
 from rallypoint.recipes.use import Trained
-from rallypoint.serving import Access, Bridge, Codec, Model, Server, bind, is_loopback, make_app
+from rallypoint.serving import LOOPBACK, Access, Bridge, Codec, Model, Server, bind, check_keys, make_app
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOOK_EVERY_S = 2.0
 
 
@@ -80,7 +79,7 @@ class Serving:
             CacheError: there is no memory for so many keys and values.
         """
         host, port = options.host, options.port
-        _check_keys(host, options.keys)
+        check_keys(host, options.keys)
         if options.follow and trained.config is None:
             raise ModelError(f"{trained.path} lies in no run, so that there are no newer checkpoints to follow")
         bound = bind(host, port)
@@ -116,7 +115,7 @@ class Serving:
             max_logprobs=options.max_logprobs,
         )
         access = Access(
-            keys=options.keys, hosts=tuple(dict.fromkeys((*_LOOPBACK, host))), max_body_bytes=options.max_body_bytes
+            keys=options.keys, hosts=tuple(dict.fromkeys((*LOOPBACK, host))), max_body_bytes=options.max_body_bytes
         )
         self._server = Server(make_app(self._model, access), bound, grace_s=options.grace_s, on_end=on_end, say=say)
         self._follower = _Follower(trained, self._thread, self._dtype, say) if options.follow else None
@@ -217,15 +216,6 @@ class _Follower:
         checkpoints.verify(Path(trained.path))
         version, weights = _version_of(trained), named_weights(trained.load(self._dtype).model)
         self._thread.call(lambda engine: engine.load(version, weights))
-
-
-def _check_keys(host: str, keys: tuple[str, ...]) -> None:
-    if not keys and not is_loopback(host):
-        raise ServingError(
-            f"other machines can reach {host}, so a key is needed: set RALLYPOINT_API_KEY, or give --api-key"
-        )
-    if any(not key.isascii() or not key.isprintable() or key != key.strip() or not key for key in keys):
-        raise ServingError("a key must be of printable ASCII characters, so that it can stand in an HTTP header")
 
 
 def _name_of(trained: Trained) -> str:

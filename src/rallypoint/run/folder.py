@@ -10,6 +10,7 @@ runs/NAME/
     logs/            train.log, and Ray's own logs below ray/
     published/       weights on their way to the rollout role, while the run goes on
     model/ data/     what the run made for itself, if it did
+    report.html      the page of the run in one file, when it has ended
     curve.png        reward and validation score
     summary.txt      the whole summary, if its terminal had no room for it
 """

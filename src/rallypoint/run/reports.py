@@ -63,7 +63,7 @@ class RunInfo:
     @classmethod
     def of(cls, began: RunBegan) -> Self:
         """Return what there is to know of a start, and what was done up to the step that it goes on from."""
-        config, folder = RunConfig.model_validate(_nested(began.config)), RunFolder(Path(began.folder))
+        config, folder = RunConfig.model_validate(nested(began.config)), RunFolder(Path(began.folder))
         before, spec = folder.state() if began.first else RunState(), RECIPES[config.recipe]
         watched, validated = config.watched[0][0], f"validation/{spec.validated}"
         steps, validations = (
@@ -87,10 +87,10 @@ class RunInfo:
         )
 
 
-def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Return sections for dotted keys.
 
-    >>> _nested({"seed": 1, "rollout.top_k": 2})
+    >>> nested({"seed": 1, "rollout.top_k": 2})
     {'seed': 1, 'rollout': {'top_k': 2}}
     """
     found: dict[str, Any] = {}

@@ -3,15 +3,16 @@
 Must not know: which engine answers, where its weights come from.
 """
 
-from rallypoint.serving.app import Access, make_app
+from rallypoint.serving.app import Access, make_app, with_errors
 from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.codec import Codec
 from rallypoint.serving.connections import Deadlines
 from rallypoint.serving.handlers import Model
-from rallypoint.serving.server import Server, bind, is_loopback
+from rallypoint.serving.server import LOOPBACK, Server, bind, check_keys, is_loopback
 from rallypoint.serving.sessions import Served, Session, Sessions, make_sessions_app
 
 __all__ = [
+    "LOOPBACK",
     "Access",
     "Bridge",
     "Codec",
@@ -22,7 +23,9 @@ __all__ = [
     "Session",
     "Sessions",
     "bind",
+    "check_keys",
     "is_loopback",
     "make_app",
     "make_sessions_app",
+    "with_errors",
 ]

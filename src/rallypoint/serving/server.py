@@ -26,6 +26,8 @@ from starlette.types import ASGIApp
 from rallypoint.errors import ServingError
 from rallypoint.serving.connections import Complaints, Connection, Deadlines, Room, refusal
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names under which a machine reaches itself."""
 _LAST_WORDS_S = 5.0
 """Time for errors to reach clients, once their requests were cancelled."""
 _BACKLOG = 2048
@@ -70,6 +72,20 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_keys(host: str, keys: tuple[str, ...]) -> None:
+    """Check that keys are there if other machines can reach a host, and that each can stand in a header.
+
+    Raises:
+        ServingError: one is missing, or unusable.
+    """
+    if not keys and not is_loopback(host):
+        raise ServingError(
+            f"other machines can reach {host}, so a key is needed: set RALLYPOINT_API_KEY, or give --api-key"
+        )
+    if any(not key.isascii() or not key.isprintable() or key != key.strip() or not key for key in keys):
+        raise ServingError("a key must be of printable ASCII characters, so that it can stand in an HTTP header")
 
 
 class Server:

@@ -1,0 +1,218 @@
+// Rollouts of a step: the table, a prompt's group, and one rollout token by token.
+
+import { ask } from "./source.js";
+import { el, fill, message, number, percent, visible } from "./dom.js";
+
+const PAGE = 25;
+const MOST_TOKENS = 4000;
+const FILTERS = ["all", "trained", "no signal", "failed", "truncated", "empty", "replaced"];
+const SORTS = { batch: "in order of the batch", "-score": "highest score", score: "lowest score", "-advantage": "highest advantage", advantage: "lowest advantage", "-length": "longest", length: "shortest", "-gap": "largest sampler–trainer gap" };
+const TINTS = { advantages: "advantage", ratio: "ratio trainer / sampler", surprise: "surprise (−logprob)", difference: "sampler–trainer difference" };
+
+/** Return the panel: `show(run, step)` moves it, `next(by)` goes to another rollout. */
+export function rolloutPanel(body, { onPin, remember }) {
+  const asked = { only: "all", sort: "batch", search: "", offset: 0, kind: "step" };
+  const at = { run: null, step: null, rows: [], place: null, found: 0, tint: "advantages", side: false, token: 0 };
+  const list = el("div", { class: "rollout-list" });
+  const detail = el("div", { class: "rollout-detail" });
+  const count = el("span", { class: "quiet", id: "rollout-count" });
+  const search = el("input", { type: "search", id: "search", placeholder: "search prompts and answers  /", "aria-label": "search rollouts" });
+  const choose = (name, options, label) =>
+    el("select", { id: `choose-${name}`, "aria-label": label, on: { change: (event) => set(name, event.target.value) } }, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
+  const tools = el(
+    "div",
+    { class: "tools" },
+    search,
+    choose("only", Object.fromEntries(FILTERS.map((one) => [one, one])), "which rollouts"),
+    choose("sort", SORTS, "order"),
+    choose("kind", { step: "trained on", validation: "validation" }, "kind"),
+    count,
+  );
+  fill(body, tools, el("div", { class: "rollout-split" }, list, detail));
+  let waiting;
+  search.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => set("search", search.value), 150);
+  });
+
+  function set(name, value) {
+    asked[name] = value;
+    asked.offset = 0;
+    load(true);
+  }
+
+  async function load(first = false) {
+    const token = (at.token += 1);
+    try {
+      const found = await ask("rollouts", { ...asked, run: at.run, step: at.step, limit: PAGE, kind: asked.kind === "step" ? undefined : asked.kind });
+      if (token !== at.token) return;
+      at.rows = found.rows;
+      at.found = found.found;
+      const [, low, middle, high] = found.scores;
+      fill(count, `${found.found} of ${found.total} rollouts · score p10 ${number(low, 3)}, median ${number(middle, 3)}, p90 ${number(high, 3)}`);
+      drawList();
+      const kept = at.rows.find((row) => row.place === at.place);
+      if (at.rows.length && (first || !kept)) await pick(at.rows[0]);
+      else if (kept) await pick(kept);
+      else fill(detail, message("no rollout is left: try another filter"));
+    } catch (error) {
+      if (token !== at.token) return;
+      at.rows = [];
+      fill(count);
+      fill(list, message(error.message, "error"));
+      fill(detail);
+    }
+  }
+
+  function drawList() {
+    const rows = at.rows.map((row) =>
+      el(
+        "button",
+        { class: "rollout-row", "aria-current": row.place === at.place ? "true" : undefined, data: { place: row.place }, on: { click: () => pick(row) } },
+        el("span", { class: "rollout-name" }, visible(row.name), el("i", {}, ` · ${row.sample_index}`)),
+        el("span", { class: "rollout-score" }, row.failure === null ? number(row.score, 3) : "failed"),
+        el("span", { class: "rollout-text" }, visible(row.response).slice(0, 120) || "(empty)"),
+        el("span", { class: `rollout-advantage ${sign(row.advantage)}` }, row.replaced ? "replaced" : row.advantage === null ? "not trained" : `A ${number(row.advantage, 3)}`),
+        el("span", { class: "rollout-length quiet" }, `${row.length} tok${row.finish_reason === "length" ? ", cut" : ""}`),
+      ),
+    );
+    const last = Math.min(asked.offset + PAGE, at.found);
+    const move = (by, text) => el("button", { class: "plain", disabled: asked.offset + by < 0 || asked.offset + by >= at.found, on: { click: () => ((asked.offset += by), load(true)) } }, text);
+    fill(list, rows, at.found > PAGE && el("div", { class: "pager" }, move(-PAGE, "‹ before"), `${asked.offset + 1}–${last} of ${at.found}`, move(PAGE, "after ›")));
+  }
+
+  async function pick(row) {
+    at.place = row.place;
+    for (const button of list.querySelectorAll("[data-place]")) button.toggleAttribute("aria-current", Number(button.dataset.place) === at.place);
+    remember?.(row.place);
+    const token = (at.token += 1);
+    const base = { run: at.run, step: at.step, kind: asked.kind === "step" ? undefined : asked.kind };
+    const [whole, one] = await Promise.allSettled([ask("group", { ...base, prompt: row.prompt_index }), ask("rollout", { ...base, place: row.place })]);
+    if (token === at.token) drawDetail(row, whole.value, one.value, one.reason);
+  }
+
+  function drawDetail(row, whole, one, why) {
+    const samples = (whole?.rows ?? [row]).map((other) =>
+      el(
+        "button",
+        { class: `sample ${sign(other.advantage)}`, "aria-current": other.place === row.place ? "true" : undefined, title: `sample ${other.sample_index}: score ${number(other.score)}, advantage ${number(other.advantage)}`, on: { click: () => pick(other) } },
+        el("b", {}, other.failure === null ? number(other.score, 3) : "✕"),
+        el("i", {}, other.replaced ? "replaced" : other.advantage === null ? "–" : number(other.advantage, 2)),
+      ),
+    );
+    const side = el("button", { class: "plain", id: "side", on: { click: () => ((at.side = !at.side), drawDetail(row, whole, one, why)) } }, at.side ? "one at a time" : "side by side");
+    const pin = el("button", { class: "plain", id: "pin", title: "follow this prompt over the steps (p)", on: { click: () => onPin(row.name) } }, "pin");
+    fill(
+      detail,
+      el("div", { class: "detail-head" }, el("h3", {}, visible(row.name)), el("span", { class: "quiet" }, `prompt ${row.prompt_index}, sample ${row.sample_index}`), pin, side),
+      text("prompt", whole?.prompt ?? row.prompt),
+      el("div", { class: "samples", "aria-label": "the group: score, advantage" }, samples),
+      at.side && whole ? sideBySide(whole.rows, row, pick) : one ? drawOne(one, at, () => drawDetail(row, whole, one, why)) : [message(why?.message ?? "", "error"), text("response", row.response)],
+    );
+  }
+
+  return {
+    show(run, step, place = null) {
+      if (at.run === run && at.step === step) return load();
+      Object.assign(at, { run, step });
+      if (place !== null) at.place = place;
+      asked.offset = 0;
+      return load();
+    },
+    next(by) {
+      const place = at.rows.findIndex((row) => row.place === at.place) + by;
+      if (at.rows[place]) pick(at.rows[place]).then(() => list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" }));
+    },
+    focus: () => search.focus(),
+    pin: () => at.rows.length && onPin((at.rows.find((row) => row.place === at.place) ?? at.rows[0]).name),
+  };
+}
+
+const sign = (value) => (value > 0 ? "plus" : value < 0 ? "minus" : "zero");
+
+function text(label, content) {
+  return el("div", { class: "said" }, el("span", { class: "role" }, label), el("pre", {}, visible(content)));
+}
+
+function sideBySide(rows, current, pick) {
+  return el(
+    "div",
+    { class: "side" },
+    rows.map((row) =>
+      el("article", { class: row.place === current.place ? "chosen" : "", on: { click: () => pick(row) } }, el("header", {}, `${row.sample_index} · `, el("b", {}, number(row.score, 3)), el("span", { class: `pill ${sign(row.advantage)}` }, row.advantage === null ? "not trained" : `A ${number(row.advantage, 3)}`)), el("pre", {}, visible(row.response) || "(empty)")),
+    ),
+  );
+}
+
+function drawOne(one, at, again) {
+  const choice = el("select", { id: "tint", "aria-label": "tint of tokens", on: { change: (event) => ((at.tint = event.target.value), again()) } }, Object.entries(TINTS).map(([value, name]) => el("option", { value, selected: value === at.tint }, name)));
+  const parts = Object.entries(one.reward_parts ?? {}).map(([name, value]) => [name, number(value)]);
+  const versions = [...new Set(one.versions)];
+  const facts = [
+    ["score", one.score === null ? "none" : number(one.score)],
+    ...parts,
+    ["right answer", one.ground_truth],
+    ["its answer", one.answer],
+    ["finish", one.finish_reason],
+    ["tokens", number(one.num_tokens)],
+    ["weights", versions.length > 1 ? `versions ${Math.min(...versions)}–${Math.max(...versions)}` : `version ${versions[0] ?? one.version}`],
+    ["tool calls", one.num_tool_calls ? `${one.num_tool_calls}, ${one.num_tool_errors} failed` : null],
+    ["failure", one.failure],
+    ...Object.entries(one.extras ?? {}).map(([name, value]) => [name, number(value)]),
+  ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return [
+    el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), scale(at.tint)),
+    tokens(one, at.tint),
+    legend(one),
+    one.turns.length > 0 && el("details", { class: "turns", open: true }, el("summary", {}, `conversation of ${one.turns.length} turns`), one.turns.flatMap(turn)),
+    el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))])),
+  ];
+}
+
+function turn(each, number_) {
+  return [
+    ...each.said.map((one) => el("div", { class: `said ${["user", "tool", "system"].includes(one.role) ? one.role : "user"}` }, el("span", { class: "role" }, visible(one.role)), el("pre", {}, visible(one.text)))),
+    el("div", { class: "said assistant" }, el("span", { class: "role" }, `turn ${number_ + 1}${each.limit ? `, ${each.limit}` : ""}`), el("pre", {}, visible(each.response) || "(empty)")),
+  ];
+}
+
+function scale(tint) {
+  const ends = tint === "advantages" ? ["worse", "better"] : tint === "ratio" ? ["trainer less likely", "more likely"] : ["0", "high"];
+  return el("span", { class: "scale quiet" }, ends[0], el("i", { class: ["advantages", "ratio"].includes(tint) ? "diverging" : "rising" }), ends[1]);
+}
+
+function tokens(one, tint) {
+  const values = one[tint];
+  const shown = (value) => (tint === "ratio" ? Math.log(Math.max(value, 1e-9)) : value);
+  const largest = Math.max(1e-9, ...(values ?? []).map((value) => Math.abs(shown(value))).slice(0, MOST_TOKENS));
+  const node = el("div", { class: "tokens", id: "tokens", "aria-label": "response, token by token" });
+  const draw = (most) =>
+    fill(
+      node,
+      one.pieces.slice(0, most).map((piece, at) => {
+        const value = values ? shown(values[at]) : 0;
+        const strength = Math.min(1, Math.abs(value) / largest);
+        const kind = one.why[at] ? "untrained" : value < 0 ? "minus" : ["advantages", "ratio"].includes(tint) ? "plus" : "rising";
+        const says = [
+          `token ${at} (id ${one.ids[at]})`,
+          one.why[at] ? `not trained: ${one.reasons[one.why[at]]}` : "trained",
+          ...Object.entries(TINTS).flatMap(([name, words]) => (one[name] ? [`${words} ${number(one[name][at])}`] : [])),
+          `version ${one.versions[at]}`,
+        ];
+        const span = el("span", { class: `token ${kind}`, title: says.join("\n") }, visible(piece));
+        if (!one.why[at]) span.style.setProperty("--strength", `${Math.round(78 * strength)}%`);
+        return span;
+      }),
+      one.pieces.length > most && el("button", { class: "plain", on: { click: () => draw(Infinity) } }, `… all ${one.pieces.length} tokens`),
+    );
+  draw(MOST_TOKENS);
+  if (!one.pieces.length) fill(node, el("i", { class: "quiet" }, "(no tokens)"));
+  return node;
+}
+
+function legend(one) {
+  const counts = new Map();
+  for (const why of one.why) counts.set(why, (counts.get(why) ?? 0) + 1);
+  const size = one.why.length || 1;
+  return el("ul", { class: "reasons" }, [...counts].sort(([a], [b]) => a - b).map(([why, count]) => el("li", { class: why ? "untrained" : "" }, el("b", {}, `${count} tokens (${percent(count / size)})`), ` ${why ? "not trained: " : ""}${visible(one.reasons[why])}`)));
+}

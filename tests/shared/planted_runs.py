@@ -1,0 +1,209 @@
+"""Runs with a fault that is known, written by the writers of real runs: what a reader of runs has to find.
+
+`hot`: a learning rate ten times too high from step 60; `straggler`: rank 2 samples four times as long; `empty`: a
+reward that pays the empty answer; `impossible`: every other prompt is never solved; `sound`: none of these.
+"""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from rallypoint.config import load_config, values_of
+from rallypoint.data import Example, Message
+from rallypoint.environments.scored import Scored
+from rallypoint.journal import (
+    BatchTaken,
+    GroupScored,
+    Journal,
+    RolesStarted,
+    RunBegan,
+    RunEnded,
+    StepDone,
+    Validated,
+)
+from rallypoint.run.folder import create_run
+from rallypoint.run.rollouts import RolloutFiles
+from rallypoint.run.step_rollouts import StepRollouts
+from rallypoint.types import ActorBatch, Metrics, RolloutBatch
+
+HOT_FROM, SLOW_RANK, NUM_RANKS = 60, 2, 4
+HOSTILE = (
+    "<script>window.hostile = 1</script>",
+    "<img src=x onerror='window.hostile = 1'>",
+    "</script></pre><svg onload=window.hostile=1>",
+    "\x1b[31mred\x1b[0m \x07 \u202egnp.exe\u202c \u200b\ufeff",
+    "é" * 3 + "👩‍👩‍👧‍👦 ﷽ Z̷̧͓a̶l̷g̵o̴",
+    "0123456789" * 100_000,
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: at for at, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def planted_run(folder: Path, kind="sound", *, num_steps=100, prompts=8, group=8, last=None, texts=(), name=None):
+    """Write a run below a folder and return its path; without `last` of a run that was killed."""
+    keys = {
+        "model.path": "m",
+        "data.train": "[d.jsonl]",
+        "reward.function": "'rewards.py:f'",
+        "trainer.num_steps": num_steps,
+        "rollout.num_prompts": prompts,
+        "rollout.group_size": group,
+        "trainer.name": name or kind,
+        "trainer.runs_dir": folder,
+        "cluster.pools": f"{{main: [{NUM_RANKS}]}}",
+    }
+    loaded = load_config("grpo", [f"{key}={value}" for key, value in keys.items()])
+    run, clock = create_run(loaded), SimpleNamespace(now=1.7e9)
+    run.model.mkdir(exist_ok=True)
+    TOKENIZER.save(str(run.model / "tokenizer.json"))
+    with Journal(run.journal, clock=lambda: clock.now) as journal:
+        config = dict(values_of(loaded.config))
+        journal.append(
+            RunBegan(first=0, config=config, software={"rallypoint": "0"}, machine="x", folder=str(run.path))
+        )
+        processes = {"rollout": [f"{4700 + rank}@node{rank // 2}" for rank in range(NUM_RANKS)]}
+        journal.append(RolesStarted(step=0, metrics={"time_s/start": 3.0}, processes=processes))
+        files = RolloutFiles(run.path, max_gib=8.0, first=0, journal=journal, num_free=lambda _: 2**40)
+        for step in range(1, num_steps + 1):
+            _write_step(journal, files, clock, step, _Fault(kind, step, random.Random(step)), (prompts, group), texts)
+        files.flush()
+        files.close()
+        if last is not None:
+            journal.append(RunEnded(how=last))
+    return run.path
+
+
+class _Fault:
+    def __init__(self, kind, step, chance):
+        self.kind, self.step, self.chance = kind, step, chance
+        self.hot = kind == "hot" and step >= HOT_FROM
+        self.skill = 0.25 + 0.6 * min(1.0, step / 80)
+        if self.hot:
+            self.skill = max(0.02, self.skill - 0.08 * (step - HOT_FROM))
+
+    def answer(self, prompt, texts):
+        if self.kind == "empty" and self.chance.random() < min(1.0, self.step / 40):
+            return "", 1.0
+        if texts:
+            return self.chance.choice(texts), float(self.chance.random() < self.skill)
+        is_right = self.chance.random() < self.skill and not (self.kind == "impossible" and prompt % 2)
+        right = prompt % 7 + prompt % 5
+        return f"I add them up: {right if is_right else right + 1}", float(is_right)
+
+    def metrics(self, scores, lengths, signal):
+        noise = self.chance.random()
+        return {
+            "reward/mean": sum(scores) / len(scores),
+            "reward/std": float(torch.tensor(scores).std(correction=0)),
+            "reward/num_scored": float(len(scores)),
+            "rollout/num_tokens": float(sum(lengths)),
+            "rollout/response_length": sum(lengths) / len(lengths),
+            "rollout/truncated": 0.0,
+            "rollout/logprob_gap_mean": 0.004 + 0.001 * noise,
+            "actor/loss": 0.01 * noise,
+            "actor/lr": 1e-5 if self.hot else 1e-6,
+            "actor/grad_norm": (4.0 if self.hot else 0.4) + 0.1 * noise,
+            "actor/approx_kl": (0.3 if self.hot else 0.004) + 0.001 * noise,
+            "actor/clip_fraction": (0.6 if self.hot else 0.08) + 0.02 * noise,
+            "actor/entropy": 0.01 if self.kind == "empty" and self.step > 30 else 0.8 + 0.05 * noise,
+            "actor/without_signal": signal,
+            "actor/num_tokens": float(sum(lengths)),
+            "actor/memory_gib": 1.5 + 0.1 * noise,
+        }
+
+
+def _write_step(journal, files, clock, step, fault, shape, texts):
+    prompts, group = shape
+    began, answers, scores = clock.now, [], []
+    busy = [2.0 + 0.2 * fault.chance.random() for _ in range(NUM_RANKS)]
+    if fault.kind == "straggler":
+        busy[SLOW_RANK] *= 4
+    for place in range(prompts):
+        found = [fault.answer(place, texts) for _ in range(group)]
+        answers += [text for text, _ in found]
+        scores += [score for _, score in found]
+        rank, asked = place % NUM_RANKS, clock.now - 1.7e9
+        journal.append(
+            GroupScored(
+                prompt=(step - 1) * prompts + place,
+                rank=rank,
+                admitted_s=asked,
+                sampled_s=asked + busy[rank],
+                scored_s=asked + busy[rank] + 0.1,
+                turns=[(sample, 0, [(step - 1, 9)], "0") for sample in range(group)],
+            )
+        )
+    asked = clock.now - 1.7e9
+    clock.now += max(busy) + 0.1
+    order = range((step - 1) * prompts, step * prompts)
+    taken = clock.now - 1.7e9
+    journal.append(
+        BatchTaken(step=step, prompts=list(order), asked_s=asked, taken_s=taken, loaded_s=asked, busy_s=busy)
+    )
+    rows, signal = _rollouts(step, fault, shape, answers, scores)
+    files.put(step, rows)
+    clock.now += 1.5
+    times = {"time_s/rollout": max(busy) + 0.1, "time_s/judge": 0.4, "time_s/learn": 0.9, "time_s/publish": 0.2}
+    metrics = fault.metrics(scores, rows.rows.num_loss_tokens and _lengths(rows.rows), signal) | times
+    digests = {"tokens": f"{fault.kind if fault.hot else ''}{step}"}
+    journal.append(StepDone(step=step, metrics=metrics, digests=digests, seconds=clock.now - began))
+    if step % 20 == 0:
+        journal.append(Validated(step=step, metrics={"validation/score": fault.skill}))
+
+
+def _lengths(batch):
+    return (batch.offsets.diff() - 4).tolist()
+
+
+def _rollouts(step, fault, shape, answers, scores):
+    prompts, group = shape
+    tokens = [[1, 2, 3, 4, *TOKENIZER.encode(text[:2000]).ids, 0] for text in answers]
+    lengths = torch.tensor([len(one) for one in tokens])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    flat = torch.tensor([token for one in tokens for token in one])
+    place = torch.arange(len(flat)) - offsets[:-1].repeat_interleave(lengths)
+    mask, size = place >= 4, len(answers)
+    index = torch.arange(size)
+    torch.manual_seed(step)
+    sampled = -torch.rand(len(flat)) * mask
+    fields = {
+        "offsets": offsets,
+        "tokens": flat,
+        "loss_mask": mask,
+        "prompt_index": (step - 1) * prompts + index // group,
+        "sample_index": index % group,
+    }
+    rows = RolloutBatch(
+        **fields,
+        rollout_logprobs=sampled,
+        versions=torch.full((size,), step - 1),
+        truncated=torch.zeros(size, dtype=torch.bool),
+    )
+    by_group = torch.tensor(scores).view(prompts, group)
+    advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-6)
+    each = advantages.flatten().repeat_interleave(lengths) * mask
+    drift = (0.3 if fault.hot else 0.01) * torch.randn(len(flat)) * mask
+    old = {"rollout_logprobs": sampled, "old_logprobs": sampled + drift, "reference_logprobs": None}
+    learned = ActorBatch(**fields, **old, advantages=each)
+    rewards = torch.zeros(len(flat)).index_add(0, offsets[1:] - 1, torch.tensor(scores))
+    none = tuple({} for _ in answers)
+    scored = Scored(rows.scored(rewards), tuple(range(size)), (), none, tuple(None for _ in answers), Metrics())
+    examples = [
+        Example(f"train:{at}", "sums", (Message("user", f"What is {at % 7}+{at % 5}?"),), "", str(at % 7 + at % 5), {})
+        for at in range(prompts)
+        for _ in range(group)
+    ]
+    found = StepRollouts(rows, scored, examples, answers, learned=learned)
+    return found, float((by_group.std(1) == 0).double().mean())
