@@ -79,6 +79,8 @@ def test_rows_and_a_closure_train_a_model_and_the_run_is_a_value(train, tmp_path
     assert run.best.score == max(r["validation/score"] for r in run.metrics if "validation/score" in r)
     assert run.config.reward.function == "@lambda"
     assert run.curve().path.is_file()
+    assert 'id="data"' in (run.folder / "report.html").read_text()
+    assert run.view()._repr_html_().startswith("<iframe")
     assert {"prompt", "response"} <= run.rollouts(1)[0].keys()
     model, tokenizer = run.load()
     assert isinstance(model, PreTrainedModel)

@@ -42,7 +42,8 @@ class Browser:
             time.sleep(0.1)
         with urllib.request.urlopen(f"http://127.0.0.1:{said.read_text().split()[0]}/json/list") as answer:
             pages = [one for one in json.load(answer) if one["type"] == "page"]
-        self._socket = connect(pages[0]["webSocketDebuggerUrl"], max_size=None)
+        self._open = contextlib.ExitStack()
+        self._socket = self._open.enter_context(connect(pages[0]["webSocketDebuggerUrl"], max_size=None))
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -51,7 +52,7 @@ class Browser:
 
     def __exit__(self, *_):
         with contextlib.suppress(Exception):
-            self._socket.close()
+            self._open.close()
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
@@ -104,6 +105,13 @@ class Browser:
         """Open a page of a run, and wait until it is drawn."""
         self.call("Page.navigate", url=url)
         self.wait("document.documentElement?.dataset.ready === 'true'")
+
+    def leave(self):
+        """Leave the page, and forget what it asked for and what went wrong in it."""
+        self.call("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
+        self.errors.clear()
+        self.asked.clear()
 
     def press(self, key: str):
         for kind in ("keyDown", "keyUp"):

@@ -75,6 +75,13 @@ def _rows(file: Path, changed: float) -> list[JSON]:
     return light
 
 
+@functools.lru_cache(maxsize=1)
+def _whole(file: Path, changed: float) -> Any:
+    """Return all columns of a file, of which several rollouts are looked at one after the other."""
+    del changed
+    return _read(file)
+
+
 def _widest(values: np.ndarray) -> float:
     """Return the value that is farthest from 0; 0 of none."""
     return values[np.abs(values).argmax()] if len(values) else 0.0
@@ -245,7 +252,8 @@ def one(run: RunReader, step: int, place: int, kind: Kind = "step") -> JSON:
     Raises:
         RunFolderError: there is none, or its file is damaged.
     """
-    table = _read(_file(run, step, kind))
+    file = _file(run, step, kind)
+    table = _whole(file, file.stat().st_mtime)
     if not 0 <= place < table.num_rows:
         raise RunFolderError(f"{kind} {step} has rollouts 0 to {table.num_rows - 1}, not {place}")
     row: JSON = table.slice(place, 1).to_pylist(maps_as_pydicts="strict")[0]

@@ -70,7 +70,7 @@ def test_a_reward_that_pays_the_empty_answer_is_seen_in_the_rollouts_that_score_
     assert {(row["response"], row["score"]) for row in empty["rows"]} == {("", 1.0)}
     assert asked(run, "rollouts", step=30, sort="-score", limit=1)["rows"][0]["score"] == 1.0
     lengths = asked(run, "series", names="rollout/response_length")["columns"]["rollout/response_length"]
-    assert lengths[-1] < 0.2 * lengths[0]
+    assert lengths[-1] < 0.2 * lengths[1]
 
 
 def test_prompts_that_are_impossible_are_the_groups_without_signal(planted):

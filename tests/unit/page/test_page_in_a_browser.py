@@ -40,7 +40,7 @@ def check_panels(browser):
 
 
 def test_the_served_page_draws_filters_and_takes_text_as_text(browser, run):
-    browser.errors.clear()
+    browser.leave()
     with PageServer([RunReader(run)]) as server:
         browser.look()
         browser.go(server.url)
@@ -78,8 +78,7 @@ def test_the_served_page_draws_filters_and_takes_text_as_text(browser, run):
 def test_a_report_opens_from_a_file_and_loads_nothing(browser, run, tmp_path, width, dark):
     file = tmp_path / "report.html"
     write_report([RunReader(run)], file)
-    browser.errors.clear()
-    browser.asked.clear()
+    browser.leave()
     browser.look(width, dark=dark)
     browser.go(f"file://{file}")
     check_panels(browser)
