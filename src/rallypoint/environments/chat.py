@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rallypoint.data import AnswerReader, ChatMessage, Dialogue, Message, whole_text
 from rallypoint.data.files import found
+from rallypoint.data.legible import control_tokens
 from rallypoint.errors import EpisodeError, ModelError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Chat:
         Raises:
             EpisodeError: these are no messages, or they do not fit the template.
         """
-        given = [_checked(index, one) for index, one in enumerate(_listed(messages))]
+        given = [self._legible(_checked(index, one)) for index, one in enumerate(_listed(messages))]
         last = self._dialogues[0] if self._dialogues else None
         tools = (last.tools if last else self._tools) if tools is None else tuple(tools)
         is_whole = is_whole or last is None or any(one["role"] == "assistant" for one in given)
@@ -93,6 +94,14 @@ class Chat:
         num_malformed = len(cast("Sequence[str]", message.get("malformed", ())))
         self.num_malformed += num_malformed
         self.num_calls += num_malformed + len(cast("Sequence[object]", message.get("tool_calls", ())))
+
+    def _legible(self, message: ChatMessage) -> ChatMessage:
+        """Return the result of a tool without control tokens: a program may print them, or a page have them."""
+        control = control_tokens(self._tokenizer) if message["role"] == "tool" else None
+        text = str(message["content"])
+        while control is not None and control.search(text):
+            text = control.sub(" ", text)
+        return message if text == message["content"] else {**message, "content": text}
 
     def _continued(self, dialogue: Dialogue, new: Sequence[ChatMessage]) -> Dialogue:
         stripped = None

@@ -16,6 +16,7 @@ Owns: their schemas, and what becomes of a call. Must not know: models, how a ca
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import inspect
@@ -30,7 +31,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from rallypoint.data import ChatMessage, Message
-from rallypoint.data.legible import control_tokens
 from rallypoint.data.messages import calls_of
 from rallypoint.environments.own_thread import OwnThread
 from rallypoint.errors import RallyError, RowFullError, UserCodeError, first_line
@@ -51,16 +51,37 @@ class ToolError(Exception):
     """Raised by a tool: all of its text is the call's result, and counts as an error of the policy's."""
 
 
+class DescribedTool(abc.ABC):
+    """A tool that is described already, as that of an MCP server."""
+
+    name: str
+    schema: ChatMessage
+    """As in OpenAI's API."""
+
+    @abc.abstractmethod
+    def checked(self, arguments: object) -> dict[str, object]:
+        """Return arguments as `run` takes them.
+
+        Raises:
+            ValidationError: they do not fit.
+        """
+
+    @abc.abstractmethod
+    async def run(self, arguments: Mapping[str, object]) -> object:
+        """Call it; raises anything, see `Tools.results`."""
+
+
 class Tools(Sequence[ChatMessage]):
     """Functions as OpenAI's function schemas; `results` calls those that an answer asks for."""
 
-    def __init__(self, *functions: Callable[..., object]) -> None:
+    def __init__(self, *functions: Tool | DescribedTool) -> None:
         """Describe functions by their signatures and docstrings; they may be async, and others run in threads.
 
         Raises:
             UserCodeError: one cannot be described; the parameter is named.
         """
-        self._tools = {tool.name: tool for tool in map(_described, functions)}
+        described = [one if isinstance(one, DescribedTool) else _described(one) for one in functions]
+        self._tools = {tool.name: tool for tool in described}
         if len(self._tools) < len(functions):
             raise UserCodeError(f"expected tools with different names, found {', '.join(self._tools)} for all of them")
         self.num_calls = 0
@@ -132,7 +153,9 @@ class ToolUse:
     `rally.train("grpo", episode=ToolUse(add, max_turns=4), reward=...)`
     """
 
-    def __init__(self, *functions: Tool, max_turns: int | None = None, system: str | None = None) -> None:
+    def __init__(
+        self, *functions: Tool | DescribedTool, max_turns: int | None = None, system: str | None = None
+    ) -> None:
         """Describe the tools.
 
         Args:
@@ -160,7 +183,7 @@ class ToolUse:
                 num_turns += 1
                 if num_turns == self._max_turns:
                     return
-                messages = [_without_control(client, one) for one in await tools.results(answer)]
+                messages = await tools.results(answer)
         except RowFullError:
             if not num_turns:
                 raise
@@ -174,15 +197,7 @@ class ToolUse:
         return [Message("system", system), *(one for one in example.prompt if one.role != "system")]
 
 
-def _without_control(client: Client, message: Mapping[str, object]) -> dict[str, object]:
-    """Return a result without control tokens, which the policy's own program may print, or a page may have."""
-    control, text = control_tokens(client.tokenizer), str(message["content"])
-    while control is not None and control.search(text):
-        text = control.sub(" ", text)
-    return {**message, "content": text}
-
-
-class _Tool:
+class _Tool(DescribedTool):
     """A function that was described."""
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -227,11 +242,7 @@ class _Tool:
         return hints[name], field
 
     def checked(self, arguments: object) -> dict[str, object]:
-        """Return arguments as the function takes them.
-
-        Raises:
-            ValidationError: they do not fit.
-        """
+        """See `DescribedTool`."""
         values = self._model.model_validate(arguments)
         return {name: getattr(values, field) for field, name in self._names.items()}
 

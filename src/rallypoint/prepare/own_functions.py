@@ -22,7 +22,7 @@ from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.episodes import find_misfit, load_episode, name_of
 from rallypoint.environments.given import how_to_give_for_eval, is_given
-from rallypoint.environments.shipped.tools import open_tool
+from rallypoint.environments.shipped.tools import open_tools
 from rallypoint.environments.tools import ToolUse
 from rallypoint.errors import ConfigError, DataError, RewardError, UserCodeError
 from rallypoint.run.folder import RunFolder
@@ -53,7 +53,7 @@ def own_episode(config: RunConfig) -> Episode | None:
     spec, tool_use = config.rollout.own_episode, config.rollout.tool_use
     try:
         if tool_use is not None:
-            tools = [open_tool(one.function, one.parameters) for one in tool_use.tools]
+            tools = [tool for one in tool_use.tools for tool in open_tools(one.function, one.parameters)]
             return ToolUse(*tools, max_turns=tool_use.max_turns, system=tool_use.system)
         return None if spec is None or is_agent(spec) or is_blocking(spec) else load_episode(spec)
     except (UserCodeError, DataError) as error:

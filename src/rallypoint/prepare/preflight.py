@@ -37,6 +37,7 @@ from rallypoint.data.locate import check_dataset_path, files_of, is_local
 from rallypoint.environments.agents import check_agent_spec, is_agent
 from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import NEEDS, check_reward_spec
+from rallypoint.environments.shipped.mcp_servers import PACKAGE
 from rallypoint.environments.shipped.passages import check_passages
 from rallypoint.environments.shipped.tools import check_tool
 from rallypoint.errors import ConfigError, DataError, EngineError, RunFolderError, ScheduleError
@@ -137,11 +138,13 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
     if episode is not None and (problem := check(episode)) is not None:
         yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
     for at, one in enumerate(config.rollout.tools):
+        where = f"rollout.episode.tools[{at}]"
         if (problem := check_tool(one.function, one.parameters)) is not None:
-            where = f"rollout.episode.tools[{at}]"
             yield Problem(("rollout.episode",), f"{where}: {problem}", is_local=not _is_here(one.function))
         elif one.function == "search" and (problem := check_passages(str(one.parameters["corpus"]))) is not None:
-            yield Problem(("rollout.episode",), f"rollout.episode.tools[{at}]: {problem}")
+            yield Problem(("rollout.episode",), f"{where}: {problem}")
+        elif one.function == "mcp" and (problem := find_missing(*PACKAGE)) is not None:
+            yield Problem(("rollout.episode",), f"{where}: mcp {problem}", is_local=True)
     for section, own in config.own_functions.items():
         for misfit in find_misfits(own.function, "tokens" if section == "loss" else "rewards", own.parameters):
             keys = (f"{section}.function", f"{section}.parameters")

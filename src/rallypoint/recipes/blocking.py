@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,9 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.sampling.episode_end import EpisodeFailed
 from rallypoint.types import Turn
+
+_MAX_FOLDER_BYTES = 80
+"""Bytes of a folder's name, in which a socket's is not longer than systems take."""
 
 
 class PlainEpisodes:
@@ -54,7 +58,9 @@ class PlainEpisodes:
         Raises:
             ConfigError: its file cannot be read, or it cannot be sent to a process.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="rally-")  # of which nobody else may enter
+        is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
+        # Nobody else may enter it.
+        self._folder = tempfile.TemporaryDirectory(prefix="rally-", dir="/tmp" if is_long else None)
         self._address = str(Path(self._folder.name) / "socket")
         save_tokenizer(tokenizer, Path(self._folder.name))
         try:

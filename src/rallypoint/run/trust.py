@@ -30,9 +30,8 @@ def code_named(config: RunConfig) -> dict[str, str]:
     found |= {key: spec for key, spec in config.reward.named_functions.items() if spec not in SHIPPED}
     rewards = ((f"reward.{one.name}", one.parameters) for one in config.reward.all_functions)
     tools = ((f"rollout.episode.tools[{at}]", one.parameters) for at, one in enumerate(config.rollout.tools))
-    for name, parameters in (*rewards, *tools):  # what is asked elsewhere: responses and programs leave this machine
-        if "url" in parameters:
-            found[f"{name}.url"] = str(parameters["url"])
+    for name, parameters in (*rewards, *tools):  # what is asked elsewhere, or started: responses leave this process
+        found |= {f"{name}.{how}": str(parameters[how]) for how in ("url", "command") if how in parameters}
     found |= {key: path for key, path in config.teachers.named.items() if path in config.teachers.urls}
     found |= {f"{section}.function": own.function for section, own in config.own_functions.items()}
     found |= {key: spec for key, spec in config.rollout.named_functions.items() if spec not in SHIPPED_TOOLS}

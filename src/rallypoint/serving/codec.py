@@ -25,6 +25,16 @@ _SLACK = 16
 word of any length for one token."""
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most characters of a token; more than that for tokenizers that count bytes."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def max_characters(longest: int, max_tokens: int) -> int:
+    """Return how many characters no text of so many tokens has, if the longest token has `longest`."""
+    return _SLACK * max_tokens * longest
+
+
 class Codec:
     """Encodes prompts and decodes answers."""
 
@@ -32,8 +42,7 @@ class Codec:
         self._tokenizer = tokenizer
         self.decode = decoder(tokenizer)
         """Returns the text of tokens, without special ones."""
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        """Most characters of a token; more than that for tokenizers that count bytes."""
+        self._longest_token = longest_token(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def encode_chat(
@@ -83,7 +92,7 @@ class Codec:
         return str(self._tokenizer.decode([token]))
 
     def _check_length(self, num_characters: int, max_tokens: int, param: str) -> None:
-        if num_characters > _SLACK * max_tokens * self._longest_token:
+        if num_characters > max_characters(self._longest_token, max_tokens):
             raise EndpointError(
                 400,
                 f"the prompt has {num_characters} characters, which is far too much: prompt and answer may have "

@@ -43,6 +43,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Unsupported fields -> the values that have no effect."""
 
 _MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS = 256, 256
+_TOOL_CHOICE = "auto or none: no call can be promised; send auto, tools with only the one that is meant, and ask again"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
@@ -226,8 +227,8 @@ class ChatRequest(ClientRequest):
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto"] = "auto"
-    """Whether the model is told of the tools; none can be forced on it."""
+    tool_choice: Literal["none", "auto"] = Field("auto", description=_TOOL_CHOICE)
+    """Whether the model is told of the tools."""
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
     """Arguments of the chat template, by name."""
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -35,6 +35,7 @@ from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullEr
 from rallypoint.generation import Output, SamplingParams, outputs_of
 from rallypoint.serving.anthropic_messages import MessagesRequest
 from rallypoint.serving.app import key_of, with_errors
+from rallypoint.serving.codec import longest_token, max_characters
 from rallypoint.serving.detokenizer import Choice
 from rallypoint.serving.handlers import read_body, respond, stream, while_connected, writer_of
 from rallypoint.serving.openai_responses import ResponsesRequest
@@ -132,6 +133,8 @@ class Sessions:
         self.served = served
         self.thread = ThreadPoolExecutor(1, "dialogues")
         """Encodes; see `Codec`."""
+        self.max_characters = max_characters(longest_token(served.tokenizer), served.max_tokens)
+        """Characters of messages that no row has room for."""
         self._open: dict[str, Session] = {}
         self._numbers, self._secret = itertools.count(1), secrets.token_bytes(32)
 
@@ -153,8 +156,7 @@ class Sessions:
             tools: function schemas, likewise.
         """
         key = self._key_of(str(next(self._numbers)))
-        served = self.served
-        strips = served.strips_thinking
+        served, strips = self.served, self.served.strips_thinking
         chat = Chat(served.tokenizer, served.stop_tokens, (tokens, messages), tools, strips_thinking=strips)
         self._open[key] = session = Session(key, call, params, chat)
         return session
@@ -221,6 +223,9 @@ class SessionRoute(Generic[RequestT]):
             message = "chat_template_kwargs: a run's prompts have those of data.template; leave it out"
             raise EndpointError(400, message, param="chat_template_kwargs")
         messages = [one.as_template_takes() for one in asked.messages]
+        length, most = sum(len(str(value)) for one in messages for value in one.values()), self._sessions.max_characters
+        if length > most:  # nobody waits until it is encoded
+            raise RowFullError(f"the messages have {length:,} characters, more than any row ({most:,})")
         return await self._encoded(functools.partial(session.chat.asked, is_whole=True), messages, asked.schemas)
 
     async def _deltas(

@@ -17,7 +17,7 @@ from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.environments.shipped.passages import Passages
 from rallypoint.environments.shipped.tools import calculator, python, search
 from rallypoint.environments.tools import ToolError, Tools, ToolUse
-from rallypoint.errors import ConfigError, DataError, RowFullError, SandboxError
+from rallypoint.errors import ConfigError, DataError, EnvironmentFailedError, RowFullError, SandboxError
 from rallypoint.prepare.own_functions import own_episode
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.run.folder import anchored
@@ -127,6 +127,28 @@ def test_an_index_is_made_once_and_again_when_its_file_changes(towns, monkeypatc
     assert sorted(file.name for file in towns.parent.iterdir()) == ["towns.jsonl", "towns.jsonl.bm25"]
 
 
+def test_an_index_is_made_again_for_a_file_of_equal_size_and_time(towns):
+    Passages.of(towns)
+    before = towns.stat()
+    towns.write_text(towns.read_text().replace("fjord", "ocean"))
+    os.utime(towns, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Passages.of(towns).search("ocean", 1)[0][0] == "Oslo"
+
+
+def test_an_index_that_cannot_be_read_costs_a_rollout_and_says_what_to_do(towns):
+    found = Passages.of(towns)
+    found.path.write_bytes(b"no index" * 1000)
+    with pytest.raises(EnvironmentFailedError, match=r"towns.jsonl.bm25 cannot be read: .*; remove it"):
+        found.search("capital", 1)
+
+
+def test_an_index_without_a_place_is_refused_with_what_to_set(towns, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(towns / "below a file"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a superuser may write everywhere
+    with pytest.raises(DataError, match="neither folder can be written; set XDG_CACHE_HOME to one that can"):
+        Passages.of(towns)
+
+
 def test_an_index_is_shared_by_threads_and_by_a_forked_process(towns):
     found = Passages.of(towns)
 
@@ -215,16 +237,6 @@ def test_a_message_of_the_system_comes_before_the_prompt_and_its_own():
     example = Example("here", "sums", (Message("system", "Be brief."), Message("user", "1+1")), "", "2", {})
     assert used(SAID, example=example, system="Use tools.") == [["Use tools.\n\nBe brief.", "1+1"]]
     assert used(SAID, example=example) == [[]]
-
-
-def test_a_result_has_no_control_token_that_would_end_its_message():
-    def page(expression: str) -> str:
-        """Read."""
-        return f"a<eos>b<e<eos>os>c{expression}"
-
-    client = Scripted(calling("1", "page"), SAID)
-    asyncio.run(ToolUse(page)(client, None))
-    assert client.sent[1][0]["content"] == "a b<e os>c1"
 
 
 MINE = '''

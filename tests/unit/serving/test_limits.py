@@ -77,7 +77,16 @@ REFUSED = {
         "messages",
         "does not tell the model of the tool 'add'",
     ),
-    "a tool that is to be called": ({"messages": [USER], "tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+    "any tool that is to be called": (
+        {"messages": [USER], "tool_choice": "required"},
+        "tool_choice",
+        "expected auto or none: no call can be promised; send auto",
+    ),
+    "a tool that is to be called": (
+        {"messages": [USER], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        "tool_choice",
+        "tools with only the one that is meant, and ask again",
+    ),
     "arguments that the template does not read": (
         {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
         "messages",

@@ -173,6 +173,16 @@ def test_what_befalls_a_call_is_answered_and_kept_until_one_succeeds(opened, err
     assert one.session.failure is None
 
 
+def test_a_history_that_no_row_could_hold_is_refused_before_it_is_encoded(opened, monkeypatch):
+    one = opened()
+    one.sessions.max_characters = 1000
+    monkeypatch.setattr(one.session.chat, "asked", None)
+    status, error = one.refused({"messages": [*MESSAGES, {"role": "user", "content": "a" * 1000}]})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "characters, more than any row (1,000)" in error["message"]
+    assert isinstance(one.session.failure, RowFullError), "so a rollout that ends with it is counted as too long"
+
+
 def test_calls_run_at_the_same_time_up_to_a_number(opened):
     one = opened()
     one.sampler.held = []

@@ -14,7 +14,7 @@ from rallypoint.config.sections.places import PlacementConfig
 class ToolConfig(Section):
     """A tool that the policy may call."""
 
-    function: str = key(help="python, calculator or search, which ship (docs/agents.md), or `file.py:function`.")
+    function: str = key(help="python, calculator, search or mcp, which ship (docs/tools.md), or `file.py:function`.")
     parameters: dict[str, Any] = key({}, help="Parameters of one that ships, by name.")
 
 
@@ -28,7 +28,7 @@ class ToolUseConfig(Section):
     """Rollouts in which the policy may call tools until it answers without a call."""
 
     tools: Annotated[tuple[ToolConfig, ...], Strict(False), BeforeValidator(_objects)] = key(
-        help="python, calculator, search (docs/agents.md) or `file.py:function`; an object has parameters."
+        help="python, calculator, search, mcp (docs/tools.md) or `file.py:function`; an object has parameters."
     )
     max_turns: int | None = key(
         None, at_least=1, unit="turns", help="Answers at most; null: what the row has room for."

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.data.files import FORMATS, Problems, open_table, suggestion
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, EnvironmentFailedError
 
 _LOG = logging.getLogger(__name__)
+_SAMPLE_BYTES = 2**20
 _TEXT = ("text", "contents", "passage")
 """Columns that a passage's text may have as its name, and below its title's."""
 _MAX_WORDS = 64
@@ -76,12 +77,17 @@ class Passages:
             found = source.stat()
         except OSError as error:
             raise DataError(f"the passages {corpus} cannot be read: {error.strerror}") from None
-        state = f"1 {found.st_size} {found.st_mtime_ns}"
+        state = f"2 {found.st_size} {found.st_mtime_ns} {_samples_digest(source, found.st_size)}"
         places = _places(source)
         for place in places:
             if place.is_file() and _state_of(place) == state:
                 return cls(place)
-        place = next(each for each in places if os.access(each.parent, os.W_OK))
+        place = next((each for each in places if _can_be_written(each.parent)), None)
+        if place is None:
+            raise DataError(
+                f"the index of the passages {corpus} belongs beside them, or in {places[-1].parent}, and neither "
+                "folder can be written; set XDG_CACHE_HOME to one that can"
+            )
         _write(place, _read(source), state)
         return cls(place)
 
@@ -94,16 +100,22 @@ class Passages:
         Args:
             query: words, of which a passage needs one; rare ones weigh more (BM25, k1=1.2, b=0.75, Porter's stems).
             top_k: passages at most.
+
+        Raises:
+            EnvironmentFailedError: the index cannot be read.
         """
         words = list(dict.fromkeys(_WORD.findall(query.lower())))
         words = [word for word in words if word not in _COMMON] or words
         if not words:
             return []
         asked = " OR ".join(f'"{word}"' for word in words[:_MAX_WORDS])
-        found = self._connection.execute(
-            "select title, text from passages where passages match ? order by rank, rowid limit ?", (asked, top_k)
-        )
-        return found.fetchall()
+        try:
+            found = self._connection.execute(
+                "select title, text from passages where passages match ? order by rank, rowid limit ?", (asked, top_k)
+            )
+            return found.fetchall()
+        except sqlite3.Error as error:
+            raise EnvironmentFailedError(f"the index {self.path} cannot be read: {error}; remove it") from error
 
     @property
     def _connection(self) -> sqlite3.Connection:
@@ -114,11 +126,29 @@ class Passages:
 
 
 def _places(source: Path) -> Sequence[Path]:
-    """Return where the index of a file may lie, the better place first; the last one's folder is there."""
+    """Return where the index of a file may lie, the better place first."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "rallypoint" / "passages"
-    cache.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]
     return source.with_name(f"{source.name}.bm25"), cache / f"{source.name}-{digest}.bm25"
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Return whether files can be made in a folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _samples_digest(source: Path, size: int) -> str:
+    """Return a digest of a file's beginning, middle and end: copies may keep size and time of what they replace."""
+    digest = hashlib.blake2b(digest_size=16)
+    with source.open("rb") as file:
+        for place in (0, size // 2, size - _SAMPLE_BYTES):
+            file.seek(max(0, place))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -146,6 +176,8 @@ def _write(place: Path, passages: Iterable[tuple[str, str]], state: str) -> None
             index.execute("create table made as select ? as state", (state,))
             index.commit()
         part.replace(place)
+    except (sqlite3.Error, OSError) as error:
+        raise DataError(f"the index of passages {place} cannot be made: {error}; give its folder room") from error
     finally:
         part.unlink(missing_ok=True)
     _LOG.warning("%s: made in %.0f s", place, time.monotonic() - begun)

@@ -1,4 +1,4 @@
-"""The tools that ship: a calculator, Python in the sandbox, a search in passages; and the user's, by their names.
+"""The tools that ship: a calculator, Python in the sandbox, a search in passages, those of MCP servers; and the user's.
 
 Owns: what a name in a config stands for, and what is wrong with it. Must not know: episodes, how a call was spelled.
 
@@ -17,8 +17,9 @@ from typing import Any
 
 from rallypoint.environments.sandbox import Limits, open_sandbox
 from rallypoint.environments.shipped.answers import block
+from rallypoint.environments.shipped.mcp_servers import mcp, shortened
 from rallypoint.environments.shipped.passages import Passages
-from rallypoint.environments.tools import Tool, ToolError
+from rallypoint.environments.tools import DescribedTool, Tool, ToolError
 from rallypoint.errors import EnvironmentFailedError, SandboxError, UserCodeError
 from rallypoint.user_code import UserFunction, own_signature, split, written_signature
 
@@ -170,19 +171,20 @@ def search(corpus: str | Path, *, top_k: int = 3, output_chars: int = 4000) -> T
     return search
 
 
-SHIPPED_TOOLS: dict[str, Callable[..., Tool]] = {
+SHIPPED_TOOLS: dict[str, Callable[..., Tool | list[DescribedTool]]] = {
     "calculator": lambda: calculator,
+    "mcp": mcp,
     "python": python,
     "search": search,
 }
-"""What makes each tool that ships, by its name."""
+"""What makes each tool that ships, or several, by its name."""
 
 
 def check_tool(spec: str, parameters: Mapping[str, Any]) -> str | None:
     """Say what is wrong with the name of a tool or its parameters; nothing of the user's is run.
 
     >>> check_tool("pyton", {})
-    "expected 'calculator' or 'python' or 'search' or a function in a file ('path/to/file.py:tool'), found 'pyton'; did you mean 'python'?"
+    "expected 'calculator' or 'mcp' or 'python' or 'search' or a function in a file ('path/to/file.py:tool'), found 'pyton'; did you mean 'python'?"
     >>> check_tool("search", {"corpus": "a.jsonl", "topk": 3})
     "search has no parameter 'topk'; did you mean 'top_k'?"
     """  # noqa: E501
@@ -197,26 +199,18 @@ def check_tool(spec: str, parameters: Mapping[str, Any]) -> str | None:
         near = difflib.get_close_matches(strangers[0], declared, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(declared) or 'none'}"
         return f"{spec} has no parameter {strangers[0]!r}; {hint}"
+    if spec == "mcp" and ("command" in parameters) == ("url" in parameters):
+        return "mcp needs command, which starts a server, or url, at which one listens; expected one of them"
     lacking = [name for name, one in declared.items() if one.default is one.empty and name not in parameters]
     return f"{spec} needs the parameter {lacking[0]!r}" if lacking else None
 
 
-def open_tool(spec: str, parameters: Mapping[str, Any]) -> Tool:
-    """Return the tool that a config names.
+def open_tools(spec: str, parameters: Mapping[str, Any]) -> list[Tool | DescribedTool]:
+    """Return the tool that a config names; for an MCP server all of its.
 
     Raises:
-        UserCodeError: the user's file raises, or has no such function.
+        UserCodeError: the user's file raises, or has no such function; a server cannot be reached.
         SandboxError, DataError: one that ships lacks what it needs.
     """
-    return SHIPPED_TOOLS[spec](**parameters) if spec in SHIPPED_TOOLS else UserFunction.read(spec, {}).load()
-
-
-def shortened(text: str, most: int) -> str:
-    r"""Return a text of about so many characters at most: the middle of a longer one is left out.
-
-    >>> shortened("one two three four", 8)
-    'one \n[... 10 characters left out ...]\nfour'
-    """
-    left = len(text) - most
-    half = most // 2
-    return text if left <= 0 else f"{text[:half]}\n[... {left} characters left out ...]\n{text[len(text) - half :]}"
+    found = SHIPPED_TOOLS[spec](**parameters) if spec in SHIPPED_TOOLS else UserFunction.read(spec, {}).load()
+    return [*found] if isinstance(found, list) else [found]
