@@ -99,6 +99,21 @@ def test_a_stopped_run_of_agents_ends_with_the_weights_of_a_whole_one(train):
     assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(whole.folder))
 
 
+def test_agents_that_sample_ahead_begin_as_the_episode_in_process_and_are_repeated_by_their_schedule(train):
+    ahead = {"cluster.pools": {"main": [1], "sampling": [1]}, "rollout.placement.pool": "sampling"}
+    ahead |= {"rollout.max_staleness": 1, "checkpoint.every_steps": 1}
+    stopped = train(name="stopped", num_steps=3, config=ahead, callbacks=lambda step: step.stop())
+    over_http = rally.train(stopped, resume=True, display=False)
+    assert over_http.finished
+    assert over_http.metrics[-1]["actor/ratio_error"] < 1e-5
+    in_here = train(None, name="here", num_steps=1, episode=in_process, config=ahead)
+    assert sampled(over_http, 1) == sampled(in_here, 1), "before weights of the run are published"
+    schedule = {"rollout.schedule": f"{over_http.folder}/journal.jsonl"}
+    again = train(name="again", num_steps=3, config={**ahead, **schedule})
+    assert [sampled(again, step) for step in (1, 2, 3)] == [sampled(over_http, step) for step in (1, 2, 3)]
+    assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(over_http.folder))
+
+
 def test_on_ray_agents_sample_what_they_do_in_this_process(train):
     here = train(name="here", num_steps=1)
     on_ray = train(name="ray", num_steps=1, config={"cluster.runtime": "ray"})
