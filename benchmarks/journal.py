@@ -1,6 +1,9 @@
-"""What the journal costs: events of a run, appended once more, beside the seconds of its steps.
+"""What the journal and a tracker cost: events of a run, appended once more, beside the seconds of its steps.
 
 python benchmarks/journal.py runs/NAME
+
+The second time train.log, metrics.jsonl and TensorBoard (if it is installed) read along, as in a run. What counts is
+the processor time of all threads then, since a tracker has one of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +13,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rallypoint.journal import Journal, StepDone, read_journal
+from rallypoint.extras import is_installed
+from rallypoint.journal import Event, Journal, StepDone, read_journal
+from rallypoint.observability.tracker_clients import open_trackers
+from rallypoint.observability.trackers import Tracked
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.metrics_log import MetricsLog
 
 
 def main(run: Path) -> None:
@@ -31,6 +40,24 @@ def main(run: Path) -> None:
     step_s, journal_s = statistics.median(steps), sum(took) / len(steps)
     print(f"{1e6 * statistics.mean(took):.0f} us an append, {size / len(steps):.0f} bytes a step")
     print(f"{1e3 * journal_s:.2f} ms of the {1e3 * step_s:.0f} ms of a step: {journal_s / step_s:.2%}")
+    with_readers_s = seconds_with_readers(events) / len(steps)
+    print(f"{1e3 * with_readers_s:.2f} ms with the files and a tracker that read it: {with_readers_s / step_s:.2%}")
+
+
+def seconds_with_readers(events: Sequence[Event]) -> float:
+    """Return the processor time of a journal with all that reads it while a run goes on."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        folder.logs.mkdir()
+        began = time.process_time()
+        with Journal(folder.journal) as journal, MetricsLog(folder.metrics) as metrics:
+            names = ["tensorboard"] if is_installed("tensorboard") else []
+            trackers = open_trackers(names, Tracked(folder.path, "benchmark", 0, {}), journal)
+            journal.subscribe(folder.take, metrics.take, trackers.take)
+            for event in events:
+                journal.append(event)
+            trackers.close()
+        return time.process_time() - began
 
 
 if __name__ == "__main__":

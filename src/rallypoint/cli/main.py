@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -236,6 +237,35 @@ def waste(run: Run) -> None:
     from rallypoint.cli.replay import print_waste
 
     print_waste(run)
+
+
+@app.command()
+def doctor(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A run's folder or name; without: this machine.")
+    ] = None,
+) -> None:
+    """Say what is wrong with this machine, or with a run, and what to do; exit with 1 if something is."""
+    if run is not None:
+        from rallypoint.cli.replay import print_troubles
+
+        raise typer.Exit(1 if print_troubles(run) else 0)
+    from rallypoint.cli.show import print_checkup
+    from rallypoint.prepare.checkup import check_all, looks
+
+    raise typer.Exit(1 if print_checkup(check_all(looks(Path.cwd()))) else 0)
+
+
+@app.command()
+def logs(
+    run: Run,
+    errors: Annotated[bool, typer.Option("--errors", help="Only what failed, with its traceback.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+) -> None:
+    """Print what a run has said."""
+    from rallypoint.cli.runs import print_logs
+
+    print_logs(run, errors=errors, follow=follow)
 
 
 @app.command()

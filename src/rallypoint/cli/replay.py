@@ -1,4 +1,4 @@
-"""`rally replay` and `rally waste`: a recorded step computed again, and what a run's record says of wasted work."""
+"""`rally replay`, `rally waste` and `rally doctor RUN`: a step computed again, wasted work, and known troubles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from rich.table import Table
 from rallypoint.cli.runs import run_of
 from rallypoint.display.summary import in_short
 from rallypoint.display.text import clean, shorten
+from rallypoint.display.theme import LEVELS
 from rallypoint.journal import read_journal
 from rallypoint.observability.numbers import counted
 from rallypoint.run.folder import RunFolder
+from rallypoint.run.troubles import troubles_of
 from rallypoint.run.waste import account
 
 if TYPE_CHECKING:
@@ -129,3 +131,15 @@ def print_waste(run: str) -> None:
     table.add_row("of the run", "", f"{found.tokens:,}", f"{found.seconds:,.1f}", style="dim")
     console.print(table)
     console.print(f"for nothing: {in_short(found)}" if found.wastes else "nothing was wasted", markup=False)
+
+
+def print_troubles(run: str) -> bool:
+    """Print the known troubles of a run with their evidence, the worst first; return whether one is bad."""
+    console, found = Console(highlight=False), troubles_of(run_of(run))
+    for one in found:
+        mark, style = LEVELS[one.level]
+        console.print(f"{mark} {one.words}" + (f", {one.steps}" if one.steps else ""), style=style, markup=False)
+        console.print(f"  {clean(one.evidence)}\n  -> {clean(one.advice)}", markup=False, soft_wrap=True)
+    if not found:
+        console.print("no known trouble")
+    return any(one.level == "bad" for one in found)

@@ -1,4 +1,4 @@
-"""`rally runs`, `rally show` and `rally diff`: which runs there are, what one has sampled, and where two part.
+"""`rally runs`, `show`, `logs` and `diff`: which runs there are, what one has sampled and said, and where two part.
 
 The texts of rollouts are the model's and the data's: they are cleaned before they reach a terminal.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -22,9 +23,22 @@ from rallypoint.config import TrainerConfig, shown
 from rallypoint.display.text import clean, shorten, sparkline
 from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Change
+from rallypoint.journal import (
+    Change,
+    Entry,
+    Event,
+    JournalTail,
+    RoleLost,
+    RolesRestarted,
+    RolloutFailed,
+    RunBegan,
+    RunEnded,
+    Said,
+    StepDone,
+)
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.preflight import newest_of
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.overview import Overview, State, find_runs
 
 
@@ -68,6 +82,64 @@ def write_traces(run: str, file: str, *, step: int | None, validation: bool) -> 
     rows = read_rollouts(run_of(run), step, "validation" if validation else "step")
     Path(file).write_text("".join(json.dumps(trace_of(row)) + "\n" for row in rows))
     Console(highlight=False).print(f"{counted(len(rows), 'rollout')} of step {rows[0]['step']} in {file}", markup=False)
+
+
+_LOOK_AGAIN_S = 0.5
+_NAMES_AN_ERROR = re.compile(r"\b\w*(Error|Exception|Traceback)\b")
+
+
+def print_logs(run: str, *, errors: bool, follow: bool) -> None:
+    """Print what a run has said, with its failures whole.
+
+    Args:
+        run: folder or name.
+        errors: whether to print failures alone.
+        follow: whether to go on, with what it says from now on, until its newest start ends.
+    """
+    folder, console, step = RunFolder(run_of(run)), Console(highlight=False), 0
+    tail = JournalTail(folder.journal)
+    while True:
+        has_ended, goes_on = False, follow and folder.is_in_use()
+        for entry in tail.read():
+            assert isinstance(entry, Entry), "nothing is read later"
+            has_ended = isinstance(entry.event, RunEnded)
+            match entry.event:
+                case RunBegan(first=first):
+                    step = first + 1
+                case StepDone():
+                    step = entry.event.step + 1
+                case _:
+                    pass
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time_s))
+            for number, line in enumerate(_said(entry.event, errors=errors)):
+                head = f"{at} step {step:<5} " if number == 0 else "  "
+                console.print(head + line, markup=False, soft_wrap=True)
+        if has_ended or not goes_on:
+            return
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _said(event: Event, *, errors: bool) -> Iterator[str]:
+    """Yield the lines of an event, cleaned; none if it is not asked for."""
+    text, is_failure = "", True
+    match event:
+        case Said(text=text, level=level) if level != "wait":
+            is_failure = _NAMES_AN_ERROR.search(text) is not None
+        case RolloutFailed(prompt=prompt, sample=sample, why=why, reason=reason):
+            text = f"rollout failed, prompt {prompt}, sample {sample}: {why}: {reason}"
+        case RoleLost(role=role, rank=rank, why=why):
+            text = f"lost {role} rank {rank}: {why}"
+        case RolesRestarted(seconds=seconds, processes=processes):
+            text, is_failure = f"started again after {seconds:.1f} s: {', '.join(processes)}", False
+        case RunEnded(how=how, why=why):
+            text, is_failure = f"{how}: {why}" if why else how, how == "failed"
+        case RunBegan(first=first):
+            text, is_failure = f"begun after step {first}", False
+        case _:
+            return
+    if is_failure or not errors:
+        for line in text.splitlines():
+            yield " " * (len(line) - len(line.lstrip(" "))) + clean(line)
 
 
 def print_difference(a: str, b: str) -> bool:

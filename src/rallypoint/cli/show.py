@@ -1,4 +1,4 @@
-"""`rally config`, `rally recipes` and `rally train --dry-run`: what a run would do, without starting it."""
+"""`rally config`, `rally recipes`, `rally doctor` and `rally train --dry-run`: what a run would do, and where."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from rallypoint.config.check_algorithm import note_ratios
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
 from rallypoint.config.transport import describe_transport, transport_name
-from rallypoint.display.theme import PALETTE
+from rallypoint.display.text import clean
+from rallypoint.display.theme import LEVELS, PALETTE
 from rallypoint.environments.reward import SHIPPED
+from rallypoint.observability.health import Level
 from rallypoint.observability.numbers import counted
+from rallypoint.prepare.checkup import Finding, Standing
 from rallypoint.prepare.machine import (
     Machine,
     check_machine,
@@ -46,6 +49,20 @@ from rallypoint.prepare.preflight import file_problems, find_wanted, load_checke
 from rallypoint.run.folder import RunFolder, anchored
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
+
+
+_STANDINGS: dict[Standing, Level] = {"ok": "ok", "note": "watch", "fault": "bad"}
+
+
+def print_checkup(found: Sequence[Finding]) -> bool:
+    """Print what a machine is like for runs, a line each; return whether something keeps them from working."""
+    console = _console()
+    for one in found:
+        mark, style = LEVELS[_STANDINGS[one.level]]
+        console.print(f"[{style}]{mark}[/] {one.level:<6}{one.what:<14} {escape(clean(one.said))}")
+        if one.advice:
+            console.print(f"{'':<8} -> {escape(one.advice)}")
+    return any(one.level == "fault" for one in found)
 
 
 def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import tempfile
 from html import escape
@@ -13,6 +14,7 @@ from rallypoint import checkpoint
 from rallypoint.config import RunConfig, TrainerConfig, load_config
 from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
+from rallypoint.extras import find_unusable
 from rallypoint.journal import read_journal
 from rallypoint.model_files import is_adapter
 from rallypoint.page import REPORT, RunReader, write_report
@@ -49,6 +51,20 @@ class Picture:
         return self.path.read_bytes()
 
 
+class Rows(list[dict[str, Any]]):
+    """Rows, each with its columns by name."""
+
+    def to_pandas(self) -> Any:
+        """Return them as a `pandas.DataFrame`; a column that a row lacks is NaN there.
+
+        Raises:
+            RunFolderError: pandas is missing.
+        """
+        if (problem := find_unusable("pandas", "pandas")) is not None:
+            raise RunFolderError(f"no DataFrame: it {problem}")
+        return importlib.import_module("pandas").DataFrame(self)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
     """The page of runs, whole; a notebook shows it in a frame, where it can touch nothing of the notebook."""
@@ -72,12 +88,12 @@ class Run:
         return load_config(str(self.folder)).config
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
-        """The numbers of each step, that of step 0 first; `pandas.DataFrame(run.metrics)` is a table of them."""
+    def metrics(self) -> Rows:
+        """The numbers of each step, that of step 0 first; `run.metrics.to_pandas()` is a table of them."""
         steps: dict[int, dict[str, float]] = {}
         for record in self._records():
             steps.setdefault(int(record[STEP]), {}).update(record)
-        return [steps[step] for step in sorted(steps)]
+        return Rows(steps[step] for step in sorted(steps))
 
     @property
     def num_steps(self) -> int:
@@ -111,7 +127,7 @@ class Run:
         how = "" if self.config.data.validation else "; with data.validation each validation gives one"
         raise RunFolderError(f"{self.folder}: no step has a score yet{how}")
 
-    def rollouts(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
+    def rollouts(self, step: int | None = None, *, validation: bool = False) -> Rows:
         """Return the rollouts of a step, by default of the newest, each with the columns of docs/tracking.md by name.
 
         Args:
@@ -121,7 +137,7 @@ class Run:
         Raises:
             RunFolderError: there are none of that step (`tracking.rollouts_gib`).
         """
-        return read_rollouts(self.folder, step, "validation" if validation else "step")
+        return Rows(read_rollouts(self.folder, step, "validation" if validation else "step"))
 
     def traces(self, step: int | None = None, *, validation: bool = False) -> list[dict[str, Any]]:
         """Return the same rollouts as training traces of OpenEnv (version 1), which other trainers read.

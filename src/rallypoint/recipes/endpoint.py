@@ -24,7 +24,8 @@ from pathlib import Path
 from rallypoint.disk import naming
 from rallypoint.errors import BusyError, DiskError, GenerationError, RallyError, ServingError, first_line
 from rallypoint.generation import Output, Request
-from rallypoint.journal import Journal
+from rallypoint.journal import Entry, Journal, RolesStarted, StepDone, Validated
+from rallypoint.observability.exposition import exposition
 from rallypoint.prepare.material import Material
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.mailbox import Mailbox
@@ -50,6 +51,8 @@ class Endpoint:
         self._guests: GuestRequests | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._step, self._metrics = 0, dict[str, float]()
+        journal.subscribe(self._hear)
 
     async def open(self, material: Material, mailbox: Mailbox, is_published: asyncio.Event) -> None:
         """Begin to answer; the weights were published."""
@@ -69,7 +72,11 @@ class Endpoint:
         key = secrets.token_urlsafe(24)
         access = Access(keys=(key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
         server = Server(
-            make_app(served, access), self._socket, grace_s=_GRACE_S, on_end=self._hear_end, say=self._write_down
+            make_app(served, access, self.measured),
+            self._socket,
+            grace_s=_GRACE_S,
+            on_end=self._hear_end,
+            say=self._write_down,
         )
         try:
             _write_secret(self._folder.endpoint_key, key)
@@ -102,6 +109,20 @@ class Endpoint:
         await self.close()
         self._socket, self._is_closing = bind(_HOST, self._port), False
         self._server = self._guests = self._running = None
+
+    def _hear(self, entry: Entry) -> None:
+        """Remember the newest numbers."""
+        match entry.event:
+            case RolesStarted(step=step, metrics=metrics) | StepDone(step=step, metrics=metrics):
+                self._step, self._metrics = step, self._metrics | metrics
+            case Validated(metrics=metrics):
+                self._metrics = self._metrics | metrics
+            case _:
+                pass
+
+    def measured(self) -> str:
+        """Return the newest numbers as Prometheus reads them."""
+        return exposition(self._folder.path.name, self._step, self._metrics)
 
     def _hear_end(self) -> None:
         """Say so if the server has ended by itself; called in its thread."""

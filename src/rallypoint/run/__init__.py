@@ -12,6 +12,7 @@ Values flow one way:
 
 from rallypoint.run.metrics_log import MetricsLog, read_metrics
 from rallypoint.run.reports import Completion, RunInfo, StepReport, Summary, why_no_plot
+from rallypoint.run.troubles import Trouble, troubles, troubles_of
 
 __all__ = [
     "Completion",
@@ -19,6 +20,9 @@ __all__ = [
     "RunInfo",
     "StepReport",
     "Summary",
+    "Trouble",
     "read_metrics",
+    "troubles",
+    "troubles_of",
     "why_no_plot",
 ]

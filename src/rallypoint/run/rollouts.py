@@ -32,10 +32,11 @@ from rallypoint.checkpoint import sync
 from rallypoint.disk import explain
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import Journal
-from rallypoint.run.step_rollouts import StepRollouts
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from rallypoint.run.step_rollouts import StepRollouts
 
 Kind: TypeAlias = Literal["step", "validation"]
 

@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: OpenAI's API, `/health`, and a page that says what there is.
+"""The endpoint as an ASGI application: OpenAI's API, `/health`, `/metrics`, and a page that says what there is.
 
 Owns: routes, who may call, and that an error is always a status with a JSON body. Must not know: sockets, processes,
 checkpoints.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, GenerationError, RallyError
+from rallypoint.observability.exposition import MEDIA_TYPE
 from rallypoint.serving import anthropic_messages
 from rallypoint.serving.anthropic_messages import MessagesRequest
 from rallypoint.serving.handlers import Model, SamplingRoute, respond
@@ -78,8 +79,14 @@ class Guard:
         await (self._app if refusal is None else _refused(refusal, scope["path"]))(scope, receive, send)
 
 
-def make_app(model: Model, access: Access) -> Starlette:
-    """Return the application."""
+def make_app(model: Model, access: Access, measured: Callable[[], str] | None = None) -> Starlette:
+    """Return the application.
+
+    Args:
+        model: that answers.
+        access: who may call.
+        measured: returns a run's newest numbers as Prometheus reads them; None where no run is in training.
+    """
     created = int(time.time())
     named: JSON = {"id": model.name, "object": "model", "created": created, "owned_by": "rallypoint"}
     card: JSON = {**named, "max_model_len": model.engine.max_request_tokens}
@@ -121,6 +128,7 @@ def make_app(model: Model, access: Access) -> Starlette:
         [
             Route("/", page),
             Route("/health", health),
+            *([] if measured is None else [_numbers(measured)]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
@@ -131,6 +139,16 @@ def make_app(model: Model, access: Access) -> Starlette:
         ],
         [Middleware(Guard, access=access)],
     )
+
+
+def _numbers(measured: Callable[[], str]) -> Route:
+    """Return the route that tells a run's numbers."""
+
+    async def metrics(request: Request) -> Response:
+        del request
+        return Response(measured(), headers={"content-type": MEDIA_TYPE})
+
+    return Route("/metrics", metrics)
 
 
 def with_errors(routes: Sequence[BaseRoute], middleware: Sequence[Middleware] = ()) -> Starlette:

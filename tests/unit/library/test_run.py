@@ -8,6 +8,7 @@ from measured import Measured
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rallypoint.errors import RunFolderError
+from rallypoint.extras import is_installed
 from rallypoint.library.run import Best, Run, load_run
 
 
@@ -46,3 +47,14 @@ def test_a_folder_that_is_not_there_is_told_from_one_that_is_of_no_run(tmp_path,
         load_run("runs/mine")
     with pytest.raises(RunFolderError, match=r"is no folder of a run: config\.yaml is missing"):
         load_run(tmp_path)
+
+
+def test_numbers_become_a_dataframe_where_pandas_is_and_otherwise_say_how_to_get_it(tmp_path):
+    metrics = run_with(tmp_path, [(1, "reward/mean", 0.1), (2, "validation/score", 0.2)]).metrics
+    if is_installed("pandas"):
+        frame = metrics.to_pandas()
+        assert list(frame["step"]) == [1, 2]
+        assert frame["reward/mean"].isna().tolist() == [False, True]
+    else:
+        with pytest.raises(RunFolderError, match=r"no DataFrame: it needs the package pandas.*\[pandas\]"):
+            metrics.to_pandas()

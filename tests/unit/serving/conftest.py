@@ -210,6 +210,7 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             engine=None,
             grace_s=5,
             send_buffer_bytes=None,
+            measured=None,
             **more,
         ) -> Served:
             @functools.cache
@@ -231,7 +232,7 @@ def serve(tokenizer) -> Iterator[Callable[..., Served]]:
             port = listening.getsockname()[1]
             said_of_clients: list[str] = []
             server = Server(
-                make_app(model, access),
+                make_app(model, access, measured),
                 listening,
                 grace_s=grace_s,
                 on_end=lambda: None,

@@ -148,6 +148,15 @@ def test_what_cannot_change_the_answer_is_let_pass(serve):
     assert answer.json["usage"]["prompt_tokens"] == len("u:x|a:hello|u:more|a:")
 
 
+def test_the_numbers_of_a_run_are_told_to_who_has_its_key_and_elsewhere_there_are_none(serve):
+    client = serve(keys=("secret",), measured=lambda: "rallypoint_step 3\n").client
+    assert client.get("/metrics").status == 401
+    told = client.get("/metrics", Authorization="Bearer secret")
+    assert (told.status, told.body) == (200, b"rallypoint_step 3\n")
+    assert told.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert serve().client.get("/metrics").status == 404
+
+
 def test_models_and_health_are_told_and_other_models_and_routes_are_not_there(serve):
     served = serve()
     client = served.client

@@ -1,0 +1,398 @@
+"""Known troubles of a run, each with its evidence and the key to turn: a reader of its journal and its rollouts.
+
+Owns: which troubles are known. Must not know: how they are shown. What a single step deserves is decided by
+`observability/health.yaml`; here it must have lasted. Nothing is stopped because of it.
+
+>>> began = RunBegan(first=0, config={}, software={}, machine="")
+>>> spent = {"time_s/rollout": 8.0, "time_s/learn": 2.0}
+>>> steps = [StepDone(step=step, metrics=spent, digests={}, seconds=10.0) for step in range(1, 9)]
+>>> found = troubles([Entry(number, number, event) for number, event in enumerate([began, *steps])])
+>>> [(one.words, one.evidence) for one in found]
+[('rollout takes most of the time', '80% of the time of a step, 8.00 s of 10.0 s')]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rallypoint.errors import RunFolderError
+from rallypoint.journal import BatchTaken, Entry, RoleLost, RolesStarted, RunBegan, StepDone, read_journal
+from rallypoint.journal.state import RunState, fold
+from rallypoint.observability.health import Health, Level, health, rules
+from rallypoint.observability.numbers import counted, finite_mean, number
+from rallypoint.observability.spans import TIME_PREFIX, shares_of, top_level
+from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend
+from rallypoint.run.folder import RunFolder
+from rallypoint.run.rollouts import rollout_files
+from rallypoint.run.waste import account
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_LASTS, _NEWEST = 0.2, 5
+"""Share of the steps in which a finding must hold, or number of the newest steps in a row."""
+_MOST_FILES = 64
+"""Files of rollouts that are read: the newest."""
+_SHARES = {"actor/without_signal", "actor/clip_fraction", "rollout/truncated", "rollout/hidden_tokens"}
+"""Metrics that are said in percent."""
+_PHASES = {
+    "rollout": "give it more of the machine: ranks in cluster.pools, or rollout.max_staleness (`rally simulate RUN`)",
+    "reward": "a faster reward.function, or more processes for it (reward.num_processes)",
+    "judge": "raise engine.max_tokens_per_micro_batch, or give the actor's pool more ranks",
+    "learn": "raise engine.max_tokens_per_micro_batch, or give the actor's pool more ranks",
+    "publish": "set rollout.weights, or place the rollout role beside the actor",
+}
+"""Phase of a step -> what to do if it takes most of the time."""
+_WASTES = {
+    "done again": (0.1, "lower checkpoint.every_steps, and see what ended the starts: rally logs RUN --errors"),
+    "replaced": (0.3, "easier prompts, harder if they are solved: most groups teach nothing"),
+    "given up": (0.3, "lower rollout.over_sampling"),
+    "stale": (0.2, "lower rollout.max_staleness, or widen the bounds of correction"),
+    "samplers waited": (0.25, "set rollout.over_sampling or rollout.max_staleness, so that no rank waits"),
+    "trainer waited": (0.4, "give the rollout role more ranks (`rally simulate RUN` estimates what that gains)"),
+}
+"""Cause of `rally waste` -> share of the run's seconds above which it is told, and what to do."""
+_MOVED = ("actor/approx_kl", "actor/grad_norm", "actor/clip_fraction", "actor/entropy", "rollout/response_length")
+"""Metrics of which one moves when a reward falls."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that is known to go wrong, and did."""
+
+    level: Level
+    words: str
+    evidence: str
+    """The numbers that say so."""
+    advice: str
+    """Key to turn, or what to look at."""
+    first: int | None = None
+    """First step of it; None if it belongs to no step."""
+    last: int | None = None
+
+    @property
+    def steps(self) -> str:
+        """The steps as text; empty if there are none."""
+        if self.first is None:
+            return ""
+        return f"step {self.first}" if self.last in (None, self.first) else f"steps {self.first} to {self.last}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Story:
+    """What the checks read."""
+
+    entries: Sequence[Entry]
+    state: RunState
+    steps: Sequence[StepDone]
+    """Those that count, in order."""
+
+    def series(self, name: str) -> list[float]:
+        """Return a metric of each step; NaN where it is missing."""
+        return [step.metrics.get(name, math.nan) for step in self.steps]
+
+    @property
+    def width(self) -> int:
+        """Steps of a window: a quarter of the run, 20 at most."""
+        return min(20, len(self.steps) // 4)
+
+    def range(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the numbers of the first and last of some steps."""
+        return self.steps[begin].step, self.steps[end - 1].step
+
+
+def troubles_of(folder: Path) -> list[Trouble]:
+    """Return the known troubles of a run, the worst first.
+
+    Raises:
+        RunFolderError: the folder has no journal, or it is damaged.
+    """
+    journal = RunFolder(folder).journal
+    if not journal.is_file():
+        raise RunFolderError(f"{folder}: expected the folder of a run, with a journal.jsonl")
+    return _sorted([*troubles(read_journal(journal)), *_of_prompts(folder)])
+
+
+def troubles(entries: Iterable[Entry]) -> list[Trouble]:
+    """Return those that a journal shows, the worst first.
+
+    Args:
+        entries: of the whole journal, oldest first.
+    """
+    entries = list(entries)
+    state = fold(entry.event for entry in entries)
+    story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)])
+    of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_time, _of_ranks, _of_waste) if story.steps else ()
+    return _sorted(trouble for check in (*of_steps, _of_ends, _of_clock) for trouble in check(story))
+
+
+def _sorted(found: Iterable[Trouble]) -> list[Trouble]:
+    return sorted(found, key=lambda one: one.level != "bad")
+
+
+def _of_health(story: _Story) -> Iterator[Trouble]:
+    """Yield the findings of steps that lasted; one that must not happen at all is told of a single step."""
+    trend, by_name = RewardTrend(), defaultdict[str, list[tuple[int, Health]]](list)
+    for place, step in enumerate(story.steps):
+        trend.add(step.metrics)
+        for item in health({**step.metrics, FLAT_STEPS: trend.num_flat_steps}):
+            if item.level != "ok":
+                by_name[item.words].append((place, item))
+    never = {rule.name for rule in rules() if rule.above is not None and not rule.above[0]}
+    for words, found in by_name.items():
+        places, name = [place for place, _ in found], found[-1][1].name
+        newest = list(range(len(story.steps) - _NEWEST, len(story.steps)))
+        lasts = len(found) >= _LASTS * len(story.steps) or places[-_NEWEST:] == newest
+        if not (lasts or name in never or not math.isfinite(found[0][1].value)):
+            continue
+        num_bad = sum(item.level == "bad" for _, item in found)
+        worst_place, worst = max(found, key=lambda one: _distance(one[1]))
+        mean = finite_mean([item.value for _, item in found])
+        said = f"{name} {_amount(name, mean)} in the mean of {len(found)} of {counted(len(story.steps), 'step')}"
+        if len(found) > 1:
+            said += f", {_amount(name, worst.value)} in step {story.steps[worst_place].step}"
+        first, last = story.steps[places[0]].step, story.steps[places[-1]].step
+        level: Level = "bad" if 2 * num_bad >= len(found) else "watch"
+        yield Trouble(level, words, said, worst.advice, first, last)
+
+
+def _distance(item: Health) -> float:
+    """Return how far a value is beyond its threshold, for one metric."""
+    rule = next((rule for rule in rules() if rule.name == item.name), None)
+    if rule is None or not math.isfinite(item.value):
+        return math.inf
+    return -item.value if rule.above is None else item.value
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value:.0%}" if name in _SHARES and math.isfinite(value) else number(value)
+
+
+def _of_fall(story: _Story) -> Iterator[Trouble]:
+    """A reward that was higher, with the metric that moved when it fell."""
+    rewards, width = story.series(REWARD), story.width
+    if width < 3 or not all(map(math.isfinite, rewards)):
+        return
+    means = [finite_mean(rewards[at : at + width]) for at in range(len(rewards) - width + 1)]
+    earlier = means[: len(rewards) - 2 * width + 1]
+    drop = max(earlier) - means[-1]
+    spread, noise = finite_mean(story.series(SPREAD)), _error(rewards, width)
+    if drop <= max(4 * noise, 0.25 * spread if spread > 0 else 0.0):
+        return
+    best = max(at for at, mean in enumerate(earlier) if mean >= max(earlier) - 0.05 * drop)  # the last before it fell
+    half = means[best] - drop / 2
+    fell = next(at for at in range(best, len(means)) if means[at] < half)
+    moved = _moved(story, best, best + width)
+    first, last = story.range(fell, len(rewards))
+    kept = max((step for step in story.state.checkpoints if step <= story.steps[best + width - 1].step), default=0)
+    again = f"rally train RUN --resume --from-step {kept}" if kept else "a new run"
+    high = "-".join(map(str, story.range(best, best + width)))
+    said = f"{REWARD} {number(means[best])} in steps {high}, {number(means[-1])} in the last {width}{moved}"
+    advice = f"lower actor.optimizer.lr, or bound the update (kl.coef, actor.num_epochs), and go on: {again}"
+    yield Trouble("bad", "reward fell", said, advice, first, last)
+
+
+def _moved(story: _Story, begin: int, end: int) -> str:
+    """Name the metric that differs most, in the logarithm, after some steps from what it was in them."""
+    found = list[tuple[float, str]]()
+    for name in _MOVED:
+        values = story.series(name)
+        before, after = finite_mean(values[begin:end]), finite_mean(values[-story.width :])
+        if not (before > 0 and after > 0) or abs(math.log(after / before)) < math.log(2):
+            continue
+        middle, rises = math.sqrt(before * after), after > before
+        others = [at for at in range(end - 1, len(values)) if (values[at] > middle) == rises]
+        at = others[0] if others else len(values) - 1
+        said = f"; {name} {_amount(name, before)} -> {_amount(name, after)} from step {story.steps[at].step} on"
+        found.append((abs(math.log(after / before)), said))
+    return max(found)[1] if found else ""
+
+
+def _error(values: Sequence[float], width: int) -> float:
+    """Return the standard error of the difference of two means of that many, from neighbours."""
+    gaps = [(b - a) ** 2 / 2 for a, b in itertools.pairwise(values)]
+    return math.sqrt(statistics.fmean(gaps) * 2 / width) if gaps else 0.0
+
+
+def _of_kl(story: _Story) -> Iterator[Trouble]:
+    """A policy that moves away from the reference, and earns nothing by it."""
+    width = story.width
+    name = next((one for one in ("kl/reference_mean", "actor/reference_kl") if one in story.steps[-1].metrics), None)
+    if name is None or width < 3:
+        return
+    half = len(story.steps) // 2
+    kl, rewards = story.series(name), story.series(REWARD)
+    before, after = finite_mean(kl[half - width : half]), finite_mean(kl[-width:])
+    rise = finite_mean(rewards[-width:]) - finite_mean(rewards[half - width : half])
+    enough = max(2 * _error(rewards[half - width :], width), 0.05 * finite_mean(story.series(SPREAD) or [0.0]))
+    if not (after > 1.3 * before and after - before > 0.01) or not rise < enough:
+        return
+    first, last = story.range(half - width, len(kl))
+    said = f"{name} {number(before)} -> {number(after)}, {REWARD} {rise:+.3g}"
+    advice = "raise kl.coef, lower actor.optimizer.lr, or stop: validate, and keep the best (checkpoint.keep_best)"
+    yield Trouble("watch", "KL grows, the reward does not", said, advice, first, last)
+
+
+def _of_lengths(story: _Story) -> Iterator[Trouble]:
+    """Answers that vanish while the reward rises: the reward pays for saying nothing."""
+    width = story.width
+    lengths, rewards = story.series("rollout/response_length"), story.series(REWARD)
+    if width < 3:
+        return
+    before, after = finite_mean(lengths[:width]), finite_mean(lengths[-width:])
+    gained = finite_mean(rewards[-width:]) - finite_mean(rewards[:width])
+    if not (after < 0.4 * before and gained > 0):
+        return
+    at = next(at for at in range(len(lengths)) if lengths[at] < (before + after) / 2)
+    first, last = story.range(at, len(lengths))
+    said = f"rollout/response_length {number(before)} -> {number(after)} tokens, {REWARD} {gained:+.3g}"
+    advice = "does reward.function pay the empty answer? rally show RUN --best 3, and rally check-reward RUN"
+    yield Trouble("bad", "answers vanish, and earn more", said, advice, first, last)
+
+
+def _of_time(story: _Story) -> Iterator[Trouble]:
+    """A phase that takes most of a step, and validations and checkpoints that take much of the run."""
+    first, last = story.range(0, len(story.steps))
+    spent = Counter[str]()
+    for step in story.steps:
+        spent.update(
+            {name.removeprefix(TIME_PREFIX): s for name, s in step.metrics.items() if name.startswith(TIME_PREFIX)}
+        )
+    whole_s = math.fsum(step.seconds for step in story.steps)
+    for name, share in shares_of(top_level(spent), whole_s).items():
+        if share >= 0.7 and name in _PHASES:
+            each = [f"{number(seconds / len(story.steps))} s" for seconds in (spent[name], whole_s)]
+            said = f"{share:.0%} of the time of a step, {each[0]} of {each[1]}"
+            yield Trouble("watch", f"{name} takes most of the time", said, _PHASES[name], first, last)
+    between = {
+        "validation": (story.state.validations, "validate", "raise validation.every_steps, or shorten data.validation"),
+        "saving": (story.state.checkpoints, "checkpoint", "raise checkpoint.every_steps"),
+    }
+    for words, (events, name, advice) in between.items():
+        took_s = math.fsum(event.metrics.get(TIME_PREFIX + name, 0.0) for event in events.values())
+        if took_s > 0.3 * (whole_s + took_s):
+            said = f"{number(took_s)} s beside {number(whole_s)} s of steps"
+            yield Trouble("watch", f"{words} takes long", said, advice)
+
+
+def _of_ranks(story: _Story) -> Iterator[Trouble]:
+    """A rank that is slower than the others of its role in most steps."""
+    busy = defaultdict[str, list[Sequence[float]]](list)
+    where: Mapping[str, Sequence[str]] = {}
+    for entry in story.entries:
+        match entry.event:
+            case BatchTaken(busy_s=seconds) if len(seconds) > 1:
+                busy["rollout"].append(seconds)
+            case RolesStarted(processes=processes):
+                where = processes
+            case _:
+                pass
+    first, last = story.range(0, len(story.steps))
+    for role, steps in busy.items():
+        num_ranks = len(steps[-1])
+        same = [step for step in steps if len(step) == num_ranks]
+        slowest, times = Counter(max(range(num_ranks), key=step.__getitem__) for step in same).most_common(1)[0]
+        mine = finite_mean([step[slowest] for step in same])
+        others = finite_mean([value for step in same for rank, value in enumerate(step) if rank != slowest])
+        if len(same) < 3 or times < 0.7 * len(same) or mine < 1.3 * others:
+            continue
+        place = f" (process {where[role][slowest]})" if len(where.get(role, ())) == num_ranks else ""
+        often = f"{times} of {counted(len(same), 'step')}"
+        said = f"busy {number(mine)} s a step, the others {number(others)} s; slowest in {often}"
+        advice = f"look at its machine{place}: heat, other jobs, a slower device; `rally doctor` there"
+        yield Trouble("watch", f"{role} rank {slowest} is slow", said, advice, first, last)
+
+
+def _of_waste(story: _Story) -> Iterator[Trouble]:
+    found = account(story.entries)
+    for waste in found.wastes:
+        share, advice = _WASTES.get(waste.cause, (math.inf, ""))
+        if waste.seconds > share * found.seconds > 0:
+            how_often = f", {counted(waste.num, waste.unit)}" if waste.num else ""
+            part = f"{waste.seconds / found.seconds:.0%}"
+            said = f"{part}: {number(waste.seconds)} s of {number(found.seconds)} s{how_often}"
+            yield Trouble("watch", waste.cause, said, advice)
+
+
+def _of_ends(story: _Story) -> Iterator[Trouble]:
+    """Starts that ended by themselves, and processes that were lost."""
+    killed, newest, is_open = list[int](), 0, False
+    for entry in story.entries:
+        match entry.event:
+            case RunBegan(first=first):
+                killed += [newest] if is_open else []
+                newest, is_open = first, True
+            case StepDone(step=step):
+                newest = step
+            case event:
+                is_open = is_open and type(event).__name__ != "RunEnded"
+    if killed:
+        said = f"{counted(len(killed), 'start')} without an end, after step {', '.join(map(str, killed))}"
+        why = "kill -9, out of memory (dmesg), or a time limit of the scheduler? lower checkpoint.every_steps"
+        yield Trouble("watch", "killed", said, why)
+    lost = [event for event in story.state.losses if isinstance(event, RoleLost)]
+    for role, times in Counter(event.role for event in lost).items():
+        steps = [event.step for event in lost if event.role == role and event.step is not None]
+        why = next(event.why for event in reversed(lost) if event.role == role)
+        said = f"{counted(times, 'time')}; the last: {why}"
+        advice = "out of memory? lower engine.max_tokens_per_micro_batch or rollout.cache_tokens; rally logs RUN"
+        first, last = min(steps, default=None), max(steps, default=None)
+        yield Trouble("watch", f"{role} lost a process", said, advice, first, last)
+    ended = story.state.ended
+    if ended is not None and ended.how == "failed":
+        said = ended.why.strip().partition("\n")[0]
+        yield Trouble("bad", "failed", said, "rally logs RUN --errors has all of it")
+
+
+def _of_clock(story: _Story) -> Iterator[Trouble]:
+    """A clock that was set back while the run wrote."""
+    pairs = itertools.pairwise(story.entries)
+    back = [(before.time_s - after.time_s, after.number) for before, after in pairs if before.time_s - after.time_s > 1]
+    if back:
+        most, line = max(back)
+        said = f"{number(most)} s back at line {line} of journal.jsonl"
+        yield Trouble("watch", "clock was set back", said, "let chrony or ntpd keep time")
+
+
+def _of_prompts(folder: Path) -> Iterator[Trouble]:
+    """Prompts whose rollouts never earned more than the lowest score, while those of others did."""
+    files = dict(list(rollout_files(folder).items())[-_MOST_FILES:])
+    best, groups = dict[str, float](), defaultdict[str, set[int]](set)
+    lowest = math.inf
+    for step, file in files.items():
+        if (table := _scores(file)) is None:
+            yield Trouble("watch", "rollouts damaged", str(file), "remove the file", step)
+            continue
+        for name, index, score in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            if score is not None and math.isfinite(score):
+                best[name] = max(score, best.get(name, -math.inf))
+                lowest = min(lowest, score)
+                groups[name].add(index)
+    never = [name for name, score in best.items() if score <= lowest]
+    if not never or len(never) < 0.3 * len(best) or len(never) == len(best) or len(best) < 8:
+        return
+    num_groups = sum(len(groups[name]) for name in never)
+    said = (
+        f"{len(never) / len(best):.0%} of {counted(len(best), 'prompt')} earned {number(lowest)}, the lowest score, in "
+        f"all of {counted(num_groups, 'group')}: {', '.join(never[:3])}"
+    )
+    advice = "leave them out of data.train, or set rollout.dynamic_sampling; is their ground truth right?"
+    yield Trouble("watch", "prompts that nobody solves", said, advice, min(files), max(files))
+
+
+def _scores(file: Path) -> pa.Table | None:
+    """Return name, prompt and score of the rollouts of a file; None if it is damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(file, columns=["name", "prompt_index", "score"])
+    except (OSError, pa.ArrowException):
+        return None

@@ -1,0 +1,221 @@
+"""Known troubles of a run, each planted in a journal, and a sound run that has none."""
+
+import math
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from rallypoint.cli.main import app
+from rallypoint.errors import RunFolderError
+from rallypoint.journal import (
+    BatchTaken,
+    CheckpointSaved,
+    Entry,
+    Journal,
+    RoleLost,
+    RolesStarted,
+    RunBegan,
+    RunEnded,
+    StepDone,
+    Validated,
+)
+from rallypoint.run.troubles import troubles, troubles_of
+
+BEGAN = RunBegan(first=0, config={"actor.num_epochs": 1}, software={}, machine="")
+END = RunEnded(how="finished")
+
+
+def sound(step: int, num_steps: int) -> dict[str, float]:
+    """Return the numbers of a step of a run that learns."""
+    noise = random.Random(step).uniform(-1, 1)
+    return {
+        "reward/mean": 0.2 + 0.6 * step / num_steps + 0.02 * noise,
+        "reward/std": 0.3,
+        "reward/failed": 0,
+        "rollout/failed": 0,
+        "rollout/truncated": 0.02,
+        "rollout/response_length": 100 + 5 * noise,
+        "rollout/logprob_gap_mean": 1e-3,
+        "rollout/num_tokens": 1000,
+        "actor/without_signal": 0.3,
+        "actor/entropy": 1.0,
+        "actor/approx_kl": 0.004,
+        "actor/clip_fraction": 0.1,
+        "actor/grad_norm": 0.5,
+        "kl/reference_mean": 0.1,
+        "time_s/rollout": 5.0,
+        "time_s/learn": 4.0,
+    }
+
+
+def steps(num_steps=80, **planted):
+    """Return the steps of a run, with other numbers where they are planted: metric -> function of the step."""
+    named = {name.replace("__", "/"): value for name, value in planted.items()}
+    return [
+        StepDone(
+            step=step,
+            metrics=sound(step, num_steps) | {name: value(step) for name, value in named.items()},
+            digests={},
+            seconds=10.0,
+        )
+        for step in range(1, num_steps + 1)
+    ]
+
+
+def taken(step, *busy_s):
+    return BatchTaken(step=step, prompts=(), asked_s=0.0, taken_s=max(busy_s), loaded_s=0.0, busy_s=busy_s)
+
+
+def found(*events, times=None):
+    times = times or [10.0 * number for number in range(len(events))]
+    pairs = zip(times, events, strict=True)
+    return {one.words: one for one in troubles(Entry(number, at, event) for number, (at, event) in enumerate(pairs))}
+
+
+def test_a_sound_run_has_no_trouble():
+    assert found(BEGAN, *steps(), END) == {}
+
+
+KILLED = (BEGAN, *steps(40), BEGAN, *steps(80), END)
+LOST = RoleLost(role="rollout", rank=1, step=7, why="worker died: out of memory")
+STARTED = RolesStarted(step=0, metrics={}, processes={"rollout": ["1@a", "2@b"]})
+BUSY = [taken(step, 4.0, 7.0) for step in range(1, 11)]
+SLOW_VALIDATION = [Validated(step=step, metrics={"time_s/validate": 10.0}) for step in range(1, 81)]
+SLOW_SAVING = [CheckpointSaved(step=step, weights="", metrics={"time_s/checkpoint": 9.0}) for step in range(1, 81)]
+
+
+FALL = {
+    "reward__mean": lambda step: 0.5 if step <= 60 else 0.1,
+    "actor__approx_kl": lambda step: 0.3 if step > 60 else 0.003,
+}
+SHORTER = steps(rollout__response_length=lambda step: max(1.0, 100 - 2 * step))
+FAILED = RunEnded(how="failed", why="ModelError: no\nmore")
+
+
+def after(start, high, low):
+    """Return a function of the step: one value, then another."""
+    return lambda step: high if step > start else low
+
+
+@pytest.mark.parametrize(
+    ("events", "words", "level", "said", "where", "key"),
+    [
+        (
+            (BEGAN, *steps(actor__without_signal=lambda step: 0.74)),
+            *("groups without signal", "watch", "74% in the mean of 80 of 80 steps", (1, 80), "dynamic_sampling"),
+        ),
+        (
+            (BEGAN, *steps(time_s__rollout=lambda step: 8.0, time_s__learn=lambda step: 2.0)),
+            *("rollout takes most of the time", "watch", "80% of the time", (1, 80), "cluster.pools"),
+        ),
+        (
+            (BEGAN, *steps(reward__mean=lambda step: 0.5, kl__reference_mean=lambda step: step / 40)),
+            *("KL grows, the reward does not", "watch", "kl/reference_mean 0.762 -> 1.76", (21, 80), "kl.coef"),
+        ),
+        (
+            (BEGAN, *steps(rollout__truncated=lambda step: 0.7)),
+            *("rollouts truncated", "bad", "70%", (1, 80), "rollout.max_response_tokens"),
+        ),
+        (
+            (BEGAN, *steps(reward__failed=lambda step: 3 if step == 9 else 0)),
+            *("rewards failing", "bad", "3.00 in the mean of 1 of 80 steps", (9, 9), "reward.function"),
+        ),
+        (
+            (BEGAN, *steps(rollout__logprob_gap_mean=after(70, 0.05, 0.001))),
+            *("rollout/train gap", "watch", "0.0500 in the mean of 10 of 80", (71, 80), "model.dtype"),
+        ),
+        (
+            (BEGAN, *steps(actor__entropy=after(40, 0.01, 1.0), reward__mean=lambda step: 0.2 + step / 400)),
+            *("entropy collapsed", "bad", "actor/entropy 0.0100", (41, 80), "rollout.temperature"),
+        ),
+        (
+            (BEGAN, *steps(actor__loss=lambda step: math.nan if step == 5 else 0.1)),
+            *("actor/loss not finite", "bad", "nan", (5, 5), "actor.optimizer.lr"),
+        ),
+        (
+            (BEGAN, *steps(**FALL)),
+            *("reward fell", "bad", "approx_kl 0.0030 -> 0.300 from step 61 on", (None, 80), "optimizer.lr"),
+        ),
+        (
+            (BEGAN, *SHORTER),
+            *("answers vanish, and earn more", "bad", "79.0 -> 1.00 tokens", (None, 80), "reward.function"),
+        ),
+        (
+            (BEGAN, STARTED, *BUSY, *steps()),
+            *("rollout rank 1 is slow", "watch", "the others 4.00 s; slowest in 10 of 10", (1, 80), "2@b"),
+        ),
+        (KILLED, "done again", "watch", "40 steps", (None, None), "checkpoint.every_steps"),
+        (KILLED, "killed", "watch", "1 start without an end, after step 40", (None, None), "kill -9"),
+        ((BEGAN, LOST, *steps()), "rollout lost a process", "watch", "out of memory", (7, 7), "cache_tokens"),
+        ((BEGAN, *steps(), *SLOW_VALIDATION), "validation takes long", "watch", "800 s", (None, None), "every_steps"),
+        ((BEGAN, *steps(), *SLOW_SAVING), "saving takes long", "watch", "720 s", (None, None), "every_steps"),
+        ((BEGAN, FAILED), "failed", "bad", "ModelError: no", (None, None), "logs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)  # fmt: skip
+def test_each_planted_trouble_is_found_with_its_number_steps_and_key(events, words, level, said, where, key):
+    trouble = found(*events)[words]
+    assert trouble.level == level
+    assert said in trouble.evidence
+    assert key in trouble.advice
+    first, last = where
+    assert trouble.last == last
+    assert first is None or trouble.first == first
+
+
+def test_a_fall_of_the_reward_is_dated_to_the_steps_in_which_it_fell():
+    falling = steps(**FALL)
+    saved = CheckpointSaved(step=40, weights="")
+    trouble = found(BEGAN, *falling[:40], saved, *falling[40:])["reward fell"]
+    assert 50 <= (trouble.first or 0) <= 61
+    assert "--from-step 40" in trouble.advice
+
+
+def test_a_clock_that_was_set_back_is_named_with_its_line():
+    said = found(BEGAN, *steps(3), times=[100.0, 110.0, 75.0, 85.0])["clock was set back"].evidence
+    assert said == "35.0 s back at line 2 of journal.jsonl"
+
+
+def write_rollouts(folder, step, rows):
+    (folder / "rollouts").mkdir(exist_ok=True, parents=True)
+    names, indices, scores = zip(*rows, strict=True)
+    table = pa.table({"name": names, "prompt_index": indices, "score": pa.array(scores, pa.float64())})
+    pq.write_table(table, folder / "rollouts" / f"step_{step:06d}.parquet")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run whose odd prompts nobody solves, with a damaged file of rollouts."""
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append(BEGAN, *steps(8, rollout__truncated=lambda step: 0.7), END)
+    (tmp_path / "config.yaml").write_text("recipe: grpo\n")
+    for step in range(1, 5):
+        rows = [(f"t:{at}", 8 * step + at, 0.0 if at % 2 or sample else 1.0) for at in range(8) for sample in range(4)]
+        write_rollouts(tmp_path, step, [*rows, ("t:1", 9, None)])
+    (tmp_path / "rollouts" / "step_000005.parquet").write_text("no parquet")
+    return tmp_path
+
+
+def test_prompts_that_nobody_solves_are_counted_from_the_rollouts_and_a_damaged_file_costs_itself_only(run):
+    of_run = {one.words: one for one in troubles_of(run)}
+    never = of_run["prompts that nobody solves"]
+    assert "50% of 8 prompts earned 0.000, the lowest score, in all of 16 groups: t:1, t:3, t:5" in never.evidence
+    assert (never.first, never.last) == (1, 5)
+    assert of_run["rollouts damaged"].first == 5
+
+
+def test_the_command_prints_the_worst_first_and_exits_with_1_if_something_is_bad(run):
+    result = CliRunner().invoke(app, ["doctor", str(run)])
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "✖ rollouts truncated, steps 1 to 8"
+    assert lines[1].startswith("  rollout/truncated 70% in the mean of 8 of 8 steps")
+    assert lines[2].startswith("  -> raise rollout.max_response_tokens")
+
+
+def test_a_folder_without_a_journal_is_refused_by_name(tmp_path):
+    with pytest.raises(RunFolderError, match=r"expected the folder of a run, with a journal\.jsonl"):
+        troubles_of(tmp_path)
