@@ -224,8 +224,22 @@ def view(
     key: Annotated[
         list[str] | None, typer.Option(envvar="RALLYPOINT_API_KEY", help="Whoever looks must have it: /?key=KEY.")
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Write these steps as a trace for ui.perfetto.dev instead.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --trace: by default trace-FIRST-LAST.json, here.")
+    ] = None,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --trace: send spans to a collector of OpenTelemetry.")
+    ] = None,
 ) -> None:
     """Show runs in a browser, also while they go on, or write them into one file."""
+    if trace is not None:
+        from rallypoint.cli.runs import write_trace
+
+        write_trace(runs or [], trace, out, otlp)
+        return
     from rallypoint.cli.use import view as show_page
 
     show_page(runs or [], export=export, host=host, port=port, keys=tuple(key or ()))

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from rallypoint.cli.rollouts import MAX_LINES, choose, print_rollouts
 from rallypoint.config import TrainerConfig, shown
+from rallypoint.disk import naming
 from rallypoint.display.text import clean, shorten, sparkline
 from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
 from rallypoint.errors import RunFolderError
@@ -35,6 +36,7 @@ from rallypoint.journal import (
     RunEnded,
     Said,
     StepDone,
+    read_journal,
 )
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.preflight import newest_of
@@ -82,6 +84,33 @@ def write_traces(run: str, file: str, *, step: int | None, validation: bool) -> 
     rows = read_rollouts(run_of(run), step, "validation" if validation else "step")
     Path(file).write_text("".join(json.dumps(trace_of(row)) + "\n" for row in rows))
     Console(highlight=False).print(f"{counted(len(rows), 'rollout')} of step {rows[0]['step']} in {file}", markup=False)
+
+
+def write_trace(names: Sequence[str], steps: str, file: str | None, collector: str | None) -> None:
+    """Write some steps of a run as a trace, or send them to a collector of OpenTelemetry.
+
+    Raises:
+        RunFolderError: the steps are not as expected, or none of them is done.
+        ExportError: the collector does not take them.
+    """
+    from rallypoint.run.trace import otlp, send, trace
+
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+    if not 1 <= first <= last:
+        raise RunFolderError(f"{steps}: expected steps as FIRST:LAST, such as 10:20, counted from 1")
+    folder, *others = runs_of(names)
+    if others:
+        raise RunFolderError(f"expected one run with --trace, found {len(others) + 1}")
+    drawn = trace(read_journal(RunFolder(folder).journal), range(first, last + 1))
+    if collector is not None:
+        send(collector, otlp(folder.absolute().name, drawn))
+        return
+    path = Path(file or f"trace-{first}-{last}.json")
+    with naming(path):
+        path.write_text(json.dumps(drawn))
+    num = counted(len(drawn["traceEvents"]), "event")
+    Console(highlight=False).print(f"{num} in {path}: open it at https://ui.perfetto.dev", markup=False, soft_wrap=True)
 
 
 _LOOK_AGAIN_S = 0.5

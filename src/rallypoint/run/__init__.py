@@ -12,6 +12,7 @@ Values flow one way:
 
 from rallypoint.run.metrics_log import MetricsLog, read_metrics
 from rallypoint.run.reports import Completion, RunInfo, StepReport, Summary, why_no_plot
+from rallypoint.run.trace import otlp, trace
 from rallypoint.run.troubles import Trouble, troubles, troubles_of
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "StepReport",
     "Summary",
     "Trouble",
+    "otlp",
     "read_metrics",
+    "trace",
     "troubles",
     "troubles_of",
     "why_no_plot",
