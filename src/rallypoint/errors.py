@@ -127,6 +127,10 @@ class RunFolderError(RallyError, RuntimeError):
     """A run folder is in use by another process, or cannot be written."""
 
 
+class FailpointError(RallyError, RuntimeError):
+    """A failure on purpose: the environment variable RALLY_FAIL told the run to raise."""
+
+
 class DiskError(RallyError, OSError):
     """A file of a run cannot be written; it is named, and what the system says."""
 

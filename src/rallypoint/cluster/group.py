@@ -26,6 +26,7 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.process import Invocation
 from rallypoint.cluster.reference import Fetch, Reference, whole
 from rallypoint.errors import WorkerDiedError
+from rallypoint.failpoints import check_calls
 
 WorkerT = TypeVar("WorkerT")
 MadeT = TypeVar("MadeT")
@@ -104,6 +105,7 @@ class WorkerGroup(Generic[WorkerT]):
         """
         if any(layout.role in process.roles for process in layout.processes):
             raise ValueError(f"{layout.role} is in these processes already: shut that group down, or use another name")
+        check_calls(layout.role, cast("type", kind))
         group = WorkerGroup[MadeT](layout, (cast("type", kind), args, kwargs))
         with contextlib.ExitStack() as unless_all_goes_well:
             unless_all_goes_well.callback(group._abandon)
@@ -204,7 +206,7 @@ class WorkerGroup(Generic[WorkerT]):
                 )
 
     def _invocation(self, number: int, rank: int, method: str, *, answers: bool = False) -> Invocation:
-        return Invocation(number, self.role, rank, method, answers, _STEP.get())
+        return Invocation(number, self.role, rank, method, answers, _STEP.get()).failing()
 
     def within(self, deadline_s: float | None) -> WorkerGroup[WorkerT]:
         """Return the same group with another deadline for its calls."""

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
+from rallypoint import failpoints
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.reference import attach
 from rallypoint.errors import (
@@ -108,9 +109,17 @@ class Invocation:
     """Whether the result is wanted; it stays in the process otherwise."""
     step: int | None = None
     """Training step during which the call was made."""
+    fails: str = ""
+    """How it fails on purpose when it begins; see `rallypoint.failpoints`."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
+
+    def failing(self) -> Self:
+        """Return it with the failure on purpose that is due, if one is."""
+        if failpoints.armed is None:
+            return self
+        return dataclasses.replace(self, fails=failpoints.armed.due(str(self), self))
 
     def died(self, detail: str, where: ProcessInfo, kind: type[DiedT] = WorkerDiedError) -> DiedT:
         """Return the error for a process that ended during this call."""
@@ -119,13 +128,13 @@ class Invocation:
     def packed(self) -> bytes:
         """Return it as bytes, which Ray sends five times as fast as an object."""
         step = "" if self.step is None else self.step
-        return f"{self.number} {self.rank} {self.answers:d} {step} {self.method} {self.role}".encode()
+        return f"{self.number} {self.rank} {self.answers:d} {step} {self.fails} {self.method} {self.role}".encode()
 
     @classmethod
     def unpacked(cls, text: bytes) -> Self:
         """Undo `packed`."""
-        number, rank, answers, step, method, role = text.decode().split(" ", 5)
-        return cls(int(number), role, int(rank), method, answers == "1", int(step) if step else None)
+        number, rank, answers, step, fails, method, role = text.decode().split(" ", 6)
+        return cls(int(number), role, int(rank), method, answers == "1", int(step) if step else None, fails)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -269,6 +278,8 @@ class WorkerProcess:
                     raise _CancelledError  # noqa: TRY301 - as if it had been stopped at its first line of code
                 self._running, self._thread = invocation, threading.get_ident()
             self._tick()
+            if invocation.fails:
+                failpoints.fail(invocation.fails)
             return work()
         except (_CancelledError, SystemExit):  # a worker that ends its process may do so
             raise

@@ -8,6 +8,7 @@ Must not know: roles, torch, Ray, or who reads it.
 
 from rallypoint.journal.diff import Change, Difference, changes, config_changes, first_difference
 from rallypoint.journal.events import (
+    NUMBERS_OF,
     BatchTaken,
     CheckpointSaved,
     Ending,
@@ -37,6 +38,7 @@ from rallypoint.journal.log import Entry, Journal, JournalTail, Reader, read_jou
 from rallypoint.journal.state import RunState, fold
 
 __all__ = [
+    "NUMBERS_OF",
     "BatchTaken",
     "Change",
     "CheckpointSaved",

@@ -275,6 +275,11 @@ Event: TypeAlias = (
 )
 
 _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+NUMBERS_OF = {
+    name: [field.name for field in dataclasses.fields(kind) if field.type in {"int", "int | None"}]
+    for name, kind in _KINDS.items()
+}
+"""Kind of an event -> names of its whole numbers, such as step and rank."""
 
 
 def fields_of(event: Event) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Self, TypeAlias
 
 import xxhash
 
+from rallypoint import failpoints
 from rallypoint.disk import naming
 from rallypoint.errors import RunFolderError
 from rallypoint.journal.events import Event, Level, Said, event_of, fields_of
@@ -105,6 +106,9 @@ class Journal:
                 lines.append(line + b"\n")
             data = b"".join(lines)
             with naming(self.path, len(data)):
+                if failpoints.armed is not None:
+                    for event in events:
+                        failpoints.fail(failpoints.armed.due(type(event).__name__, event))
                 self._file.write(data)
             self._number, self._before = number, before
             for entry in entries:

@@ -25,12 +25,8 @@ from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.errors import WorkerDiedError
-from rallypoint.journal import (
-    InputsRead,
-    Journal,
-    RunEnded,
-    Said,
-)
+from rallypoint.failpoints import VARIABLE, arming
+from rallypoint.journal import NUMBERS_OF, InputsRead, Journal, RunEnded, Said
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.blocking import PlainEpisodes
@@ -78,8 +74,12 @@ def train(
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
-    with folder.locked(), process_as_found(), few_threads(), Journal(folder.journal) as journal:
+    inline, roles = loaded.config.cluster.runtime == "inline", loaded.config.roles
+    failing = arming(folder.path, NUMBERS_OF, roles, inline=inline)
+    with folder.locked(), process_as_found(), few_threads(), failing as fails, Journal(folder.journal) as journal:
         journal.subscribe(progress.take)
+        if fails:
+            journal.say(f"{VARIABLE}: this run fails on purpose, at {fails}")
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
             found = found or read_material(config)

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import time
@@ -173,11 +174,12 @@ class RunFolder:
             except OSError:
                 file.seek(0)
                 raise RunFolderError(
-                    f"{self.path} is in use by process {file.read().strip() or '?'}; wait for it, or give this run "
-                    "a name of its own with trainer.name=..."
+                    f"{self.path} is in use by process {file.read().strip() or '?'}; wait for it, end it, or give this "
+                    "run a name of its own with trainer.name=... If that process is gone, and a file server keeps its "
+                    f"lock, remove {file.name} and try again"
                 ) from None
             file.truncate(0)
-            file.write(str(os.getpid()))
+            file.write(f"{os.getpid()} on {platform.node()}")
             file.flush()
             yield
 
