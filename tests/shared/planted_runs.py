@@ -1,7 +1,8 @@
 """Runs with a fault that is known, written by the writers of real runs: what a reader of runs has to find.
 
 `hot`: a learning rate ten times too high from step 60; `straggler`: rank 2 samples four times as long; `empty`: a
-reward that pays the empty answer; `impossible`: every other prompt is never solved; `sound`: none of these.
+reward that pays the empty answer; `impossible`: every other prompt is never solved; `agent`: a tool answers in the
+middle, and a correction masks tokens; `sound`: none of these.
 """
 
 import random
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rallypoint.config import load_config, values_of
 from rallypoint.data import Example, Message
+from rallypoint.environments.conversation import Conversation, TurnInWords
 from rallypoint.environments.scored import Scored
 from rallypoint.journal import (
     BatchTaken,
@@ -64,6 +66,8 @@ def planted_run(folder: Path, kind="sound", *, num_steps=100, prompts=8, group=8
         "trainer.runs_dir": folder,
         "cluster.pools": f"{{main: [{NUM_RANKS}]}}",
     }
+    if kind == "agent":
+        keys["correction"] = "[{name: mask, low: 0.99, high: 1.01}]"
     loaded = load_config("grpo", [f"{key}={value}" for key, value in keys.items()])
     run, clock = create_run(loaded), SimpleNamespace(now=1.7e9)
     run.model.mkdir(exist_ok=True)
@@ -175,6 +179,8 @@ def _rollouts(step, fault, shape, answers, scores):
     flat = torch.tensor([token for one in tokens for token in one])
     place = torch.arange(len(flat)) - offsets[:-1].repeat_interleave(lengths)
     mask, size = place >= 4, len(answers)
+    if fault.kind == "agent":
+        mask &= (place < 8) | (place >= 12)
     index = torch.arange(size)
     torch.manual_seed(step)
     sampled = -torch.rand(len(flat)) * mask
@@ -205,5 +211,13 @@ def _rollouts(step, fault, shape, answers, scores):
         for at in range(prompts)
         for _ in range(group)
     ]
-    found = StepRollouts(rows, scored, examples, answers, learned=learned)
+    said = [_conversation(text) for text in answers] if fault.kind == "agent" else ()
+    found = StepRollouts(rows, scored, examples, answers, learned=learned, conversations=said)
     return found, float((by_group.std(1) == 0).double().mean())
+
+
+def _conversation(text):
+    asks = TurnInWords(parent=-1, said=(("user", text),), num_added=4, start=4, length=4, response=text[:4], limit=None)
+    tool = (("tool", f"4, says {text}"),)
+    ends = TurnInWords(parent=0, said=tool, num_added=4, start=12, length=9, response=text, limit=None)
+    return Conversation((asks, ends), {"moves": 2.0}, num_tool_calls=1, num_tool_errors=0, own_s=0.1)

@@ -69,7 +69,7 @@ def _rows(file: Path, changed: float) -> list[JSON]:
         row |= {
             "place": place,
             "length": 0 if mask is None else int(mask.sum()),
-            "advantage": None if trained is None else float(_widest(trained)),
+            "advantage": None if trained is None else _mean_advantage(trained),
             "gap": None if gaps is None or not len(gaps) else float(gaps.max()),
         }
     return light
@@ -82,9 +82,15 @@ def _whole(file: Path, changed: float) -> Any:
     return _read(file)
 
 
-def _widest(values: np.ndarray) -> float:
-    """Return the value that is farthest from 0; 0 of none."""
-    return values[np.abs(values).argmax()] if len(values) else 0.0
+def _mean_advantage(values: np.ndarray) -> float:
+    """Return the mean of a rollout's advantages: 0 only if all are 0, so that there is no signal.
+
+    >>> _mean_advantage(np.array([1.0, 2.0])), _mean_advantage(np.array([1.0, -1.0])), _mean_advantage(np.zeros(2))
+    (1.5, 1.0, 0.0)
+    """
+    if not values.any():
+        return 0.0
+    return float(values.mean() or values[np.abs(values).argmax()])
 
 
 def _read(file: Path, columns: Sequence[str] | None = None) -> Any:

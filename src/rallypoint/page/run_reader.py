@@ -68,7 +68,7 @@ class RunReader:
             has_changed = before != (len(self.entries), len(self._open), self.damage)
             if has_changed:
                 self.version += 1
-                for name in ("state", "steps", "findings"):
+                for name in ("state", "steps", "findings", "config"):
                     self.__dict__.pop(name, None)
             return has_changed
 
@@ -109,7 +109,7 @@ class RunReader:
         """Step -> what there is to say about its health."""
         return {step: health(self.steps[step]) for step in self.state.steps}
 
-    @property
+    @functools.cached_property
     def config(self) -> RunConfig | None:
         """The config of the newest start; None if this version cannot read it."""
         began = self.state.began

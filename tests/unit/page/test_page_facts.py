@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {"prompts": 4, "group": 4}
 def planted(tmp_path_factory):
     """Readers of the runs by their fault."""
     folder = tmp_path_factory.mktemp("planted")
-    kinds = {"hot": 80, "straggler": 12, "empty": 48, "impossible": 12, "sound": 12}
+    kinds = {"hot": 80, "straggler": 12, "empty": 48, "impossible": 12, "agent": 3, "sound": 12}
     return {
         kind: RunReader(planted_run(folder, kind, num_steps=num, last="finished", **SHAPE))
         for kind, num in kinds.items()
@@ -98,6 +98,17 @@ def test_a_rollout_is_shown_token_by_token_with_the_reason_why_one_is_not_traine
     assert {found["reasons"][why] for why in found["why"]} == {
         "group without signal: all its scores are equal, so every advantage is 0"
     }
+
+
+def test_what_a_tool_said_and_what_a_correction_masks_is_not_trained_and_says_so(planted):
+    run = planted["agent"]
+    row = asked(run, "rollouts", step=3, only="trained")["rows"][0]
+    one = asked(run, "rollout", step=3, place=row["place"])
+    by_reason = {one["reasons"][why].partition(":")[0]: one["why"].count(why) for why in set(one["why"])}
+    assert by_reason["context"] == 4
+    assert by_reason["masked by correction mask"] > 0
+    assert [turn["said"][0]["role"] for turn in one["turns"]] == ["user", "tool"]
+    assert one["metrics"] == {"moves": 2.0}
 
 
 def test_rollouts_are_searched_filtered_sorted_and_paged(planted):

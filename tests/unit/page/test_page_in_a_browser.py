@@ -17,7 +17,14 @@ PANELS = ("headline", "health", "rollouts", "time", "broke", "batch", "provenanc
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return planted_run(
-        tmp_path_factory.mktemp("page"), num_steps=6, prompts=4, group=4, last="finished", texts=HOSTILE, name="hostile"
+        tmp_path_factory.mktemp("page"),
+        "agent",
+        num_steps=6,
+        prompts=4,
+        group=4,
+        last="finished",
+        texts=HOSTILE,
+        name="hostile",
     )
 
 
@@ -63,6 +70,7 @@ def test_the_served_page_draws_filters_and_takes_text_as_text(browser, run):
         browser.wait("document.querySelector('#tokens') !== null")
         browser.evaluate("document.querySelector('#pin').click()")
         browser.wait("document.querySelectorAll('.pin-step').length === 6")
+        assert "conversation of 2 turns" in texts(browser, ".turns summary")
         browser.evaluate("document.querySelector('#side').click()")
         browser.wait("document.querySelectorAll('.side article').length === 4")
         browser.evaluate("document.querySelector('.card').click()")

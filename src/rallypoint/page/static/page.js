@@ -10,6 +10,8 @@ const REWARD = "reward/mean";
 const VALIDATION = "validation/score";
 const FEW = ["actor/without_signal", "actor/entropy", "actor/approx_kl", "actor/grad_norm", "rollout/response_length", "rollout/truncated", "rollout/logprob_gap_mean", "reward/std"];
 
+const BUSY = ["actor/mfu", "critic/mfu", "rollout/idle", "actor/idle"];
+
 const state = { runs: [], run: null, step: null, steps: [], summary: {}, data: {}, spread: {}, health: null, time: null, open: null, added: [], follows: true, pinned: null, news: {} };
 const panels = {};
 
@@ -106,7 +108,10 @@ const health = () => guarded("health-body", (body) => drawHealth(body, state.hea
 
 async function time(body) {
   state.time = await ask("time", { run: state.run });
+  const names = BUSY.filter((name) => state.summary[state.run].metrics.includes(name));
+  const data = names.length ? await ask("series", { run: state.run, names: names.join(",") }) : null;
   state.lanes = drawTime(body, state.time, state.step, setStep);
+  state.lanes.before(el("div", { class: "charts" }, names.map((name) => metricChart(name, [{ run: state.run, data }], setStep))));
   drawLanes(state.lanes, await ask("timeline", { run: state.run, step: state.step }));
 }
 
