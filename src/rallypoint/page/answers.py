@@ -56,6 +56,7 @@ PANELS: Mapping[str, Panel] = {
     ),
     "spread": lambda run, _: rollout_tables.spread(run),
     "health": lambda run, _: panels.health_in_words(run),
+    "troubles": lambda run, _: panels.known_troubles(run),
     "time": lambda run, _: panels.time_spent(run),
     "timeline": lambda run, asked: panels.timeline(run, _number(asked, "step")),
     "broke": lambda run, _: panels.what_broke(run),

@@ -23,10 +23,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rallypoint.errors import EndpointError, RallyError
+from rallypoint.observability.exposition import exposition
 from rallypoint.page.answers import STATIC, answer, to_json
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.rollouts import rollout_files
-from rallypoint.serving import LOOPBACK, Access, Server, bind, check_keys, with_errors
+from rallypoint.serving import LOOPBACK, Access, Server, bind, check_keys, numbers_route, with_errors
 
 _COOKIE = "rally_view"
 _LOOK_EVERY_S, _HEARTBEATS = 0.5, 20
@@ -97,9 +98,16 @@ def make_page(runs: Sequence[RunReader], access: Access) -> Starlette:
         del request
         return StreamingResponse(_changes(runs), media_type="text/event-stream")
 
+    def measured() -> str:
+        first = runs[0]
+        first.refresh()
+        newest = {name: value for metrics in first.steps.values() for name, value in metrics.items()}
+        return exposition(first.name, first.state.step, newest)
+
     routes = [
         Route("/", page),
         Route("/live", live),
+        numbers_route(measured),
         Route("/api/{name}", panel),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]

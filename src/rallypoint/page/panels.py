@@ -37,6 +37,7 @@ from rallypoint.run.comparison import compare_runs
 from rallypoint.run.metrics_log import TIME
 from rallypoint.run.reports import MEMORY, REWARD, TOKENS_SAMPLED, TOKENS_TRAINED, VALIDATION, nested
 from rallypoint.run.rollouts import rollout_files
+from rallypoint.run.troubles import troubles_of
 from rallypoint.run.waste import account
 
 JSON: TypeAlias = dict[str, Any]
@@ -166,6 +167,11 @@ def health_in_words(run: RunReader) -> JSON:
         for excuse in ("unless_reward", "unless_taught", "above", "below"):
             rule.pop(excuse, None)
     return {"rules": list(found.values())}
+
+
+def known_troubles(run: RunReader) -> JSON:
+    """Return what `rally doctor RUN` finds: troubles that lasted, each with its evidence."""
+    return {"troubles": [dataclasses.asdict(one) for one in troubles_of(run.folder.path)]}
 
 
 def time_spent(run: RunReader) -> JSON:

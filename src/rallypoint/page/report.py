@@ -91,7 +91,7 @@ def _gather(runs: Sequence[RunReader]) -> tuple[dict[str, Any], str]:
     size = len(script_text()) + 40_000
     for run in runs:
         for name in PANELS:
-            if name in {"summary", "spread", "health", "time", "broke", "batch", "provenance"}:
+            if name in {"summary", "spread", "health", "troubles", "time", "broke", "batch", "provenance"}:
                 size += ask(name, run=run.name)
         size += ask("series", run=run.name, points=_MOST_POINTS)
         if run is not runs[0]:

@@ -3,7 +3,7 @@
 Must not know: which engine answers, where its weights come from.
 """
 
-from rallypoint.serving.app import Access, make_app, with_errors
+from rallypoint.serving.app import Access, make_app, numbers_route, with_errors
 from rallypoint.serving.bridge import Bridge
 from rallypoint.serving.codec import Codec
 from rallypoint.serving.connections import Deadlines
@@ -27,5 +27,6 @@ __all__ = [
     "is_loopback",
     "make_app",
     "make_sessions_app",
+    "numbers_route",
     "with_errors",
 ]

@@ -128,7 +128,7 @@ def make_app(model: Model, access: Access, measured: Callable[[], str] | None = 
         [
             Route("/", page),
             Route("/health", health),
-            *([] if measured is None else [_numbers(measured)]),
+            *([] if measured is None else [numbers_route(measured)]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
@@ -141,7 +141,7 @@ def make_app(model: Model, access: Access, measured: Callable[[], str] | None = 
     )
 
 
-def _numbers(measured: Callable[[], str]) -> Route:
+def numbers_route(measured: Callable[[], str]) -> Route:
     """Return the route that tells a run's numbers."""
 
     async def metrics(request: Request) -> Response:

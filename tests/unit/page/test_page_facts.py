@@ -45,6 +45,8 @@ def test_a_learning_rate_that_is_too_high_is_found_at_its_step_with_the_key_to_t
     kl = rule(planted["hot"], "actor/approx_kl")
     assert bad(kl)[0] == HOT_FROM
     assert "actor.optimizer.lr" in kl["advice"]
+    fell = [one for one in asked(planted["hot"], "troubles")["troubles"] if one["level"] == "bad"]
+    assert any(HOT_FROM - 10 <= (one["first"] or 0) <= HOT_FROM + 10 for one in fell)
     lr = asked(planted["hot"], "series", names="actor/lr")
     column = dict(zip(lr["steps"], lr["columns"]["actor/lr"], strict=True))
     assert column[HOT_FROM] == pytest.approx(10 * column[HOT_FROM - 1])
@@ -183,6 +185,7 @@ def test_who_may_look_and_what_the_browser_may_load(tmp_path):
         == open_to_all.get("/static/vendor/uPlot.LICENSE").status_code
         == 200
     )
+    assert 'rallypoint_reward_mean{run="sound"' in open_to_all.get("/metrics").text
     assert open_to_all.get("/", headers={"host": "elsewhere.example"}).status_code == 403
     assert open_to_all.get("/api/rollouts?step=x").status_code == 400
     assert open_to_all.get("/api/nothing").status_code == open_to_all.get("/api/summary?run=other").status_code == 404

@@ -2,7 +2,7 @@
 
 import { chart, LINES, showStep } from "./charts.js";
 import { duration, el, fill, message, number, visible } from "./dom.js";
-import { drawBatch, drawBroken, drawComparison, drawHealth, drawLanes, drawProvenance, drawTime, metricChart } from "./panels.js";
+import { drawBatch, drawBroken, drawComparison, drawHealth, drawLanes, drawProvenance, drawTime, drawTroubles, metricChart } from "./panels.js";
 import { rolloutPanel } from "./rollouts.js";
 import { ask, follow, isReport, reportFacts } from "./source.js";
 
@@ -104,7 +104,7 @@ async function addMetric(name) {
   await headline();
 }
 
-const health = () => guarded("health-body", (body) => drawHealth(body, state.health, state.step, state.open, state.data[state.run], { onStep: setStep, onOpen: (name) => ((state.open = name), health()) }));
+const health = () => guarded("health-body", () => drawHealth(signals, state.health, state.step, state.open, state.data[state.run], { onStep: setStep, onOpen: (name) => ((state.open = name), health()) }));
 
 async function time(body) {
   state.time = await ask("time", { run: state.run });
@@ -164,6 +164,7 @@ async function rest() {
     await loadSeries();
     await health();
   });
+  ask("troubles", { run: state.run }).then((found) => drawTroubles(troubles, found, setStep), (error) => fill(troubles, message(error.message, "error")));
   ask("spread", { run: state.run }).then(async (found) => ((state.spread[state.run] = found), state.steps.length && headline()), () => {});
   for (const id of Object.keys(LOADS)) if (panels[id]) await lazily(id);
 }
@@ -216,6 +217,8 @@ const tiles = el("div", { class: "tiles" });
 const curve = el("div", {});
 const few = el("div", { class: "charts" });
 const options = el("datalist", { id: "metrics" });
+const troubles = el("div", { id: "troubles" });
+const signals = el("div", { class: "panel-body" });
 const pinned = el("div", { id: "pinned" });
 let rollouts;
 
@@ -276,7 +279,7 @@ function frame() {
   fill(
     document.getElementById("main"),
     named("headline", "Reward", "Mean score of each step's rollouts, shaded from p10 to p90; points are validations. A click moves all panels to that step."),
-    named("health", "Health", "What the numbers of this step say in words, worst first; each opens its meaning, its evidence, and the key to turn."),
+    named("health", "Health", "What lasted, as rally doctor says it, and below what the numbers of this step say, worst first: each opens its meaning, its evidence, and the key to turn."),
     named("rollouts", "Rollouts", "What was sampled in this step, how it scored, and what was trained of it."),
     named("time", "Where time goes", "Seconds of each step by phase, ranks that others waited for, memory beside its plan, and what bought nothing."),
     named("broke", "What broke", "Starts and how they ended, lost processes, failed rollouts with the first reason, and checkpoints set aside."),
@@ -284,6 +287,7 @@ function frame() {
     named("provenance", "Provenance", "Config against defaults, versions, seed, and digests of what decided the weights."),
     state.runs.length > 1 && named("compare", "Comparison", "What the first two runs differ in, the first event that is not the same, and the same prompts' answers."),
   );
+  fill(panels["health-body"], troubles, signals);
   fill(panels["headline-body"], tiles, curve, el("div", { class: "tools" }, search, options), few);
   const inside = el("div", {});
   fill(panels["rollouts-body"], pinned, inside);

@@ -31,6 +31,21 @@ export function drawHealth(body, facts, step, open, data, { onStep, onOpen }) {
   fill(body, el("div", { class: "cards" }, cards), rule && evidence(rule, data, step, onStep));
 }
 
+/** Draw what has lasted, worst first: what `rally doctor RUN` says. */
+export function drawTroubles(body, facts, onStep) {
+  const row = (one) =>
+    el(
+      "li",
+      { class: `trouble ${one.level}` },
+      mark(one.level),
+      el("b", {}, visible(one.words)),
+      one.first !== null && el("button", { class: "plain small", on: { click: () => onStep(one.first) } }, one.last === null || one.last === one.first ? `step ${one.first}` : `steps ${one.first} to ${one.last}`),
+      el("span", { class: "quiet" }, visible(one.evidence)),
+      el("span", { class: "advice" }, visible(one.advice)),
+    );
+  fill(body, facts.troubles.length ? el("ul", { class: "troubles" }, facts.troubles.map(row)) : message("no trouble has lasted, of those that rally doctor knows"));
+}
+
 function evidence(rule, data, step, onStep) {
   const steps = Object.keys(rule.levels).map(Number).sort((a, b) => a - b);
   const limits = (rule.thresholds ?? []).map((value, at) => [value, at ? "vermilion" : "orange"]);
