@@ -6,16 +6,21 @@ that they share one, too; of these, and then of the others, the longest come fir
 record the durations anew, on a machine with nothing else to do: `make test DURATIONS=tests/durations.json`.
 """
 
+import atexit
 import collections
 import gc
+import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -34,6 +39,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # readline sets them in the process that starts workers, and a program in a terminal would ignore the terminal's size.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+# What one process of the tests has counted, others need not count again: see `bare_runs`.
+if "RALLYPOINT_TEST_COUNTED" not in os.environ:
+    os.environ["RALLYPOINT_TEST_COUNTED"] = tempfile.mkdtemp(prefix="counted-")
+    atexit.register(shutil.rmtree, os.environ["RALLYPOINT_TEST_COUNTED"], ignore_errors=True)
 
 # Processes of Ray import the test that they belong to, with what it imports.
 paths = (str(Path(__file__).with_name("shared")), os.environ.get("PYTHONPATH"))
@@ -70,6 +80,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+class WithDoctests:
+    """Looks for doctests only where there are some: each worker would look through every object of 800 files."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path, parent):
+        found = yield
+        if file_path.suffix != ".py" or parent.session.isinitpath(file_path) or b">>>" in file_path.read_bytes():
+            return found
+        return [one for one in found if not isinstance(one, DoctestModule)]
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(WithDoctests())  # as hooks of this file are not asked about src
+
+
 SECONDS = collections.Counter()
 
 
@@ -86,7 +111,12 @@ def pytest_sessionfinish(session):
 
 
 def pytest_collection_finish():
-    """Leave what was imported out of later collections of garbage: every run begins with one, which took half of it."""
+    """Have runs do what is tested, see `bare_runs`, if there are any.
+
+    And leave what was imported out of later collections of garbage: every run begins with one, which took half of it.
+    """
+    if "rallypoint.recipes.ending" in sys.modules:
+        importlib.import_module("bare_runs").leave_out()
     gc.collect()
     gc.freeze()
 

@@ -1,18 +1,28 @@
 """Runs that take seconds, below a folder of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny_runs
 from tiny_runs import Runs
 
+from rallypoint.display import save_curve
+from rallypoint.recipes import ending
 from rallypoint.run.folder import RunFolder
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Iterator[None]:
+    """Have runs in this process draw the picture of their end; see `bare_runs`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "save_curve", save_curve)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def test_logprobs_stay_those_of_the_model_as_trained(narrow, wide):
     assert all("rollout/narrowing" not in record for record in read_metrics(wide.metrics))
 
 
-def test_several_responses_to_each_validation_prompt_are_kept_measured_and_tracked(runs, wide):
+def test_several_responses_to_each_validation_prompt_are_kept_measured_and_tracked(runs, wide, pictures):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -80,5 +80,6 @@ def test_several_responses_to_each_validation_prompt_are_kept_measured_and_track
     assert {f"val-core/{source}/reward/best@4/mean", "actor/pg_loss"} <= set(found.Tags()["scalars"])
     assert "rollouts/text_summary" in found.Tags()["tensors"]
     assert found.Tags()["images"] == ["curve"]
+    assert run.curve.is_file()
     first = [row["response_ids"] for row in rows if row["sample_index"] == 0]
     assert [row["response_ids"] for row in read_rollouts(wide.path, 1, "validation")] == first, "one more changes none"

@@ -113,7 +113,7 @@ def start(way, model, folder):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory, pictures):
     """A model, once a run has imported everything."""
     folder = tmp_path_factory.mktemp("first")
     made = make_tiny_model(folder / "model")

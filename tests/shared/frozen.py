@@ -2,5 +2,8 @@
 
 import gc
 
+import bare_runs
+
+bare_runs.leave_out()
 gc.collect()
 gc.freeze()

@@ -27,7 +27,9 @@ def lasting_ray(request: pytest.FixtureRequest) -> LastingCluster:
     stash = request.session.stash
     if _CLUSTER not in stash:
         logs = request.getfixturevalue("tmp_path_factory").mktemp("ray")
-        with forked_workers():
+        with forked_workers(), pytest.MonkeyPatch.context() as patch:
+            # It looks at the logs ten times a second, for a driver that would print them; ours does not.
+            patch.setattr("ray._private.node.Node.start_log_monitor", lambda node: None)
             stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, say=print)
     return stash[_CLUSTER]
 

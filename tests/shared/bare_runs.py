@@ -1,0 +1,42 @@
+"""What takes most of the time of a tiny run, and is left out of the runs of tests: pictures, and counting again.
+
+A run ends with a picture of its learning curve, and its learners first count the operations of their model. Either
+takes as long as all of its steps. Here no picture is drawn, unless a test asks for the fixture `pictures`, and models
+that are alike are counted once for all processes of the tests. `tests/unit/display/test_curve.py`, `test_draw.py` and
+`tests/unit/observability/test_flops.py` test both.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import re
+from pathlib import Path
+
+from rallypoint.display.draw import CurveAsItGoes
+from rallypoint.observability.flops import flops_of
+from rallypoint.recipes import ending
+from rallypoint.roles import learner
+
+_COUNTED = Path(os.environ["RALLYPOINT_TEST_COUNTED"])
+
+
+def leave_out() -> None:
+    """Do so in this process, and in those that are forked from it."""
+    ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
+    ending.save_curve = lambda folder: None
+    learner.flops_of = _counted_once
+
+
+def _counted_once(model, adapt=None):
+    """See `flops_of`: it depends on a model's class, its config, and its weights' names, shapes and gradients."""
+    kinds = [(kind.__module__, kind.__qualname__) for kind in type(model).__mro__]
+    config = re.sub(r'"_name_or_path": "[^"]*"', "", model.config.to_json_string(use_diff=False))
+    weights = [(name, tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()]
+    key = hashlib.sha256(repr((kinds, config, weights)).encode()).hexdigest()
+    file = _COUNTED / key
+    if not file.exists():
+        part = file.with_name(f"{key}.{os.getpid()}.{id(model)}")
+        part.write_bytes(pickle.dumps(flops_of(model, adapt)))
+        part.rename(file)
+    return pickle.loads(file.read_bytes())
