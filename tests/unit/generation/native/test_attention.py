@@ -61,10 +61,10 @@ def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, sh
         cache.zero(manager.take_new())
         places = [(blocks[n // SIZE], n % SIZE) for n in range(num_prompt)]
         places += [(blocks[num_blocks + n // SIZE], n % SIZE) for n in range(num_response - 1)]
+        indices, slots = torch.tensor([(block.index, place) for block, place in places]).view(-1, 2).unbind(1)
         for layer in range(LAYERS):
-            for token, (block, place) in enumerate(places):
-                cache.keys[layer, block.index, :, :, place] = stored[layer, 0, row, token]
-                cache.values[layer, block.index, :, place] = stored[layer, 1, row, token]
+            cache.keys[layer, indices, :, :, slots] = stored[layer, 0, row, : len(places)]
+            cache.values[layer, indices, :, slots] = stored[layer, 1, row, : len(places)]
         # Nobody looks at the second token of a row that has no memory for it.
         tables.append(line, blocks[: num_blocks + -(-(num_response + has_room) // SIZE)])
         own_lines.append(line)
