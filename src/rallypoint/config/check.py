@@ -34,6 +34,7 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     yield from _lora(config)
     yield from placement_contradictions(config)
     yield from ahead_contradictions(config)
+    yield from _profiled(config)
     yield from without_effect(config, origins)
 
 
@@ -82,6 +83,13 @@ def _either_or(config: RunConfig) -> Iterator[Problem]:
             "checkpoint.keep_best=true has no effect without a validation, whose score says which step is best: set "
             "data.validation, or checkpoint.keep_best=false",
         )
+
+
+def _profiled(config: RunConfig) -> Iterator[Problem]:
+    named, steps, last = config.trainer.profile, config.trainer.profiled, config.trainer.num_steps
+    if named is not None and not (0 < len(steps) <= 20 and steps.start >= 1 and steps.stop - 1 <= last):
+        said = f"trainer.profile={named!r}: expected at most 20 steps from 1 to {last} as FIRST:LAST, such as 3:5"
+        yield Problem(("trainer.profile", "trainer.num_steps"), said)
 
 
 def _mixture(config: RunConfig) -> Iterator[Problem]:

@@ -57,6 +57,7 @@ def key(
     at_most: float | None = None,
     words: Collection[str] = (),
     automatic: bool = False,
+    hidden: bool = False,
 ) -> Any:
     """Declare one leaf.
 
@@ -69,6 +70,7 @@ def key(
         at_most: inclusive upper bound.
         words: the texts that it takes, where its type does not say it.
         automatic: whether null stands for a value that follows from the machine; see `automatic.py`.
+        hidden: whether it is shown only where it is set: for looking at a run, not for what it learns.
     """
     return Field(
         default,
@@ -76,7 +78,7 @@ def key(
         gt=above,
         ge=at_least,
         le=at_most,
-        json_schema_extra={"unit": unit, "words": list(words), "automatic": automatic},
+        json_schema_extra={"unit": unit, "words": list(words), "automatic": automatic, "hidden": hidden},
     )
 
 
@@ -145,9 +147,11 @@ def sections_in(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every leaf of a config with its value; a section that is off counts as a leaf."""
+    """Yield every leaf of a config with its value, except hidden ones; a section that is off counts as a leaf."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
+        if value == info.default and isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("hidden"):
+            continue
         if isinstance(value, tuple):
             items = cast("tuple[object, ...]", value)
             value = tuple(item.model_dump() if isinstance(item, Section) else item for item in items)

@@ -33,6 +33,7 @@ from rallypoint.journal.events import (
     Validated,
     WeightsLoaded,
     WeightsPublished,
+    Work,
 )
 from rallypoint.journal.log import Entry, Journal, JournalTail, Reader, read_journal
 from rallypoint.journal.state import RunState, fold
@@ -70,6 +71,7 @@ __all__ = [
     "Validated",
     "WeightsLoaded",
     "WeightsPublished",
+    "Work",
     "changes",
     "config_changes",
     "first_difference",

@@ -5,7 +5,8 @@ something reads it.
 
 >>> event = StepDone(step=3, metrics={"actor/loss": float("nan")}, digests={"tokens": "9f2a"})
 >>> fields_of(event)
-{'step': 3, 'metrics': {'actor/loss': 'nan'}, 'digests': {'tokens': '9f2a'}, 'seconds': 0.0}
+{'step': 3, 'metrics': {'actor/loss': 'nan'}, 'digests': {'tokens': '9f2a'}, 'seconds': 0.0, 'began_s': 0.0, \
+'begins': {}, 'work': {}}
 >>> event_of("StepDone", fields_of(event)).metrics
 {'actor/loss': nan}
 """
@@ -187,6 +188,12 @@ class Shown:
     rows: Sequence[Mapping[str, str | float | bool]]
 
 
+Work: TypeAlias = tuple[str, float, float, float, int]
+"""What a rank did: the name of its call, when it began and ended (seconds since the epoch, by the clock of its
+machine), how long it took, and 1; of calls that are together when the first began and the last ended, their seconds and
+their number."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """A training step."""
@@ -197,6 +204,14 @@ class StepDone:
     digests: Mapping[str, str]
     """What it trained on: name of a part of the batch -> digest, in the order in which the parts come to be."""
     seconds: float = 0.0
+    began_s: float = 0.0
+    """When it began: seconds since the epoch, by the clock of the driver; 0 in journals that did not have it yet."""
+    begins: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Phase -> seconds after the step's beginning at which it first began; `metrics` has how long it took."""
+    work: Mapping[str, Sequence[Sequence[Work]]] = dataclasses.field(
+        default_factory=dict[str, Sequence[Sequence["Work"]]]
+    )
+    """Role -> what each of its ranks did since the previous step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

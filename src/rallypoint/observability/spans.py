@@ -42,12 +42,15 @@ class Spans:
         self.clock = clock
         self.seconds: dict[str, float] = {}
         """Every span, nested ones too, in the order in which they first began."""
+        self.begins: dict[str, float] = {}
+        """Span -> seconds after the collector's beginning at which it first began."""
         self._began = clock()
         self._ended: float | None = None
 
-    def begin(self, path: str) -> None:
-        """Keep a place for a span, so that the order is that of the step."""
+    def begin(self, path: str, began: float) -> None:
+        """Keep a place for a span, so that the order is that of the step, and when it began by the clock."""
         self.seconds.setdefault(path, 0.0)
+        self.begins.setdefault(path, began - self._began)
 
     def add(self, path: str, seconds: float) -> None:
         """Add time to a span; the same name may be entered many times."""
@@ -132,8 +135,8 @@ def span(name: str) -> Iterator[None]:
         return
     path = f"{parent}/{name}" if parent else name
     token = _path.set(path)
-    spans.begin(path)
     began = spans.clock()
+    spans.begin(path, began)
     try:
         yield
     finally:

@@ -138,9 +138,13 @@ class Steps:
         return f"ended at once: {lost}, and are done again with: rally train {path} --resume"
 
     async def _step(self, step: int) -> None:
+        if step in self.setup.config.trainer.profiled:
+            await self.setup.placement.profile(step)
+        began_s = time.time()
         with collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
-        scalars = merge(metrics, await self.setup.placement.memory()).scalars()
+        memory, work = await self.setup.placement.measured()
+        scalars = merge(metrics, memory).scalars()
         self._log_agreement(step, scalars)
         self.newest = {**scalars, **spans.scalars()}
         rollouts = self.recipe.newest
@@ -149,7 +153,18 @@ class Steps:
             rows = [{STEP: step, **dataclasses.asdict(one)} for one in rollouts.records(_NUM_SHOWN)]
             self.journal.tell(Shown(step=step, rows=rows))
             self.saver.rollouts.put(step, rollouts)
-        self.journal.append(StepDone(step=step, metrics=self.newest, digests=digests, seconds=spans.elapsed_s))
+        times = {path: round(begin, 4) for path, begin in spans.begins.items()}
+        self.journal.append(
+            StepDone(
+                step=step,
+                metrics=self.newest,
+                digests=digests,
+                seconds=spans.elapsed_s,
+                began_s=round(began_s, 4),
+                begins=times,
+                work=work,
+            )
+        )
         told = rollouts and self.first_scores.add(rollouts, self.setup.config, str(self.saver.folder.path))
         if told:
             self.journal.say(told)

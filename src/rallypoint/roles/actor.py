@@ -84,7 +84,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     def fingerprint(self) -> str:
         """Return a digest of this rank's part of the trained weights."""
         if self._digest is None:
-            with self.lease.held():
+            with self.lease.held(doing="digest"):
                 self.weights_changed()
         assert self._digest is not None, "it was computed"
         return self._digest
@@ -133,7 +133,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @contextlib.contextmanager
     def _open_source(self) -> Iterator[Sender]:
         """Take the memory for this role, and offer its weights for sending."""
-        with self.lease.held():
+        with self.lease.held(doing="publish"):
             yield Sender(self.engine.shard.trained())
 
     def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from rallypoint.cluster import WorkerContext, collect
+from rallypoint.cluster import WorkerContext, broadcast, collect
 from rallypoint.cpu.pages import give_back
 from rallypoint.engine import TrainingEngine
+from rallypoint.journal import Work
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.types import Metrics
 from rallypoint.weights import Exposed, Sender
@@ -27,6 +32,12 @@ ResultT = TypeVar("ResultT")
 
 _PROCESS, _ACTOR = "process/memory", "actor/parts"
 """Names in `WorkerContext.shared`; what begins with a role's name goes with the role."""
+_PROFILING = threading.Lock()
+"""Held while a thread of this process is recorded: torch has one profiler a process."""
+_MOST_WORK = 32
+"""Calls of a rank in a step that the journal has one by one."""
+_MOST_ALLOCATIONS = 100_000
+"""Allocations that a snapshot of CUDA's memory has, the newest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,10 +95,12 @@ class MemoryLease:
 
     def __init__(self, context: WorkerContext) -> None:
         """Begin before the role loads anything: what is there now counts for none of the roles of the process."""
-        self._role, self._device = context.role, torch.device(context.device)
+        self.role, self.rank, self._device = context.role, context.rank, torch.device(context.device)
         self._memory = _ProcessMemory.of(context)
         self._meter = MemoryMeter(self._device, self._memory.baseline_bytes)
         self._sleepers: tuple[TrainingEngine[Any], ...] = ()
+        self._work: list[Work] = []
+        self._profile: Path | None = None
 
     def sleep_between(self, *engines: TrainingEngine[Any]) -> None:
         """Put engines to sleep now, and whenever the lease is given back."""
@@ -97,13 +110,14 @@ class MemoryLease:
         self._memory.release(self._device)
 
     @contextlib.contextmanager
-    def held(self, *, to_train: bool = False) -> Iterator[None]:
-        """Hold the process for a while; what the optimizer remembers wakes `to_train` only."""
+    def held(self, *, to_train: bool = False, doing: str = "other") -> Iterator[None]:
+        """Hold the process for a while; what the optimizer remembers wakes `to_train` only, `doing` names the work."""
         outer = self._memory.holder
-        assert outer in (None, self), f"{self._role} wants the memory while {outer._role if outer else ''} has it"
+        assert outer in (None, self), f"{self.role} wants the memory while {outer.role if outer else ''} has it"
         self._memory.holder = self
+        began_s = time.time()
         try:
-            with self._meter.measured():
+            with self._meter.measured(), self._profiled(doing if outer is None else None):
                 for engine in self._sleepers:
                     engine.wake(to_train=to_train)
                 try:
@@ -113,8 +127,53 @@ class MemoryLease:
                         engine.sleep()
         finally:
             self._memory.holder = outer
+            if outer is None:
+                self._add(doing, began_s, time.time())
         give_back(self._device)
         self._memory.release(self._device)
+
+    def profile(self, below: Path | None) -> None:
+        """Record what the role does from now on, a file for each call; None ends it.
+
+        Args:
+            below: beginning of the files' paths, such as `profile/step-000003-actor-rank0`.
+        """
+        self._profile = below
+
+    @contextlib.contextmanager
+    def _profiled(self, doing: str | None) -> Iterator[None]:
+        """Record the block if that was asked for, unless another thread of this process is recorded."""
+        if self._profile is None or doing is None or not _PROFILING.acquire(blocking=False):
+            yield
+            return
+        path = next(path for path in _names(self._profile, doing) if not path.exists())
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            with torch.profiler.profile(record_shapes=True) as recorded:
+                yield
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".memory.pickle")))
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)
+            _PROFILING.release()
+
+    def _add(self, doing: str, began_s: float, ended_s: float) -> None:
+        """Add a call; beyond a number of them, as of persons' requests, to the newest of its name."""
+        at = next((at for at in reversed(range(len(self._work))) if self._work[at][0] == doing), len(self._work))
+        if len(self._work) < _MOST_WORK or at == len(self._work):
+            self._work.append((doing, round(began_s, 4), round(ended_s, 4), round(ended_s - began_s, 4), 1))
+        else:
+            _, first_s, _, spent_s, num = self._work[at]
+            self._work[at] = doing, first_s, round(ended_s, 4), round(spent_s + ended_s - began_s, 4), num + 1
+
+    def work(self) -> list[Work]:
+        """Return what the role did while it held the process, since this was last asked."""
+        found, self._work = self._work, []
+        return found
 
     def metrics(self, beside_bytes: int = 0) -> Metrics:
         """Return the peak while it was held since this was last asked.
@@ -126,14 +185,30 @@ class MemoryLease:
 
 
 class LeaseHolder:
-    """A worker whose memory is measured."""
+    """A worker whose memory and time are measured."""
 
     lease: MemoryLease
 
-    @collect
     def memory(self) -> Metrics:
         """Return `memory_gib`, the peak of the calls since this was last asked."""
         return self.lease.metrics()
+
+    @broadcast
+    def profile(self, folder: Path, step: int) -> None:
+        """Record what the role does in a step, until `measured` is called; see `MemoryLease.profile`."""
+        self.lease.profile(folder / f"step-{step:06d}-{self.lease.role}-rank{self.lease.rank}")
+
+    @collect
+    def measured(self) -> tuple[Metrics, Sequence[Work]]:
+        """Return the peak memory, and what the role did, since this was last asked."""
+        self.lease.profile(None)
+        return self.memory(), self.lease.work()
+
+
+def _names(below: Path, doing: str) -> Iterator[Path]:
+    """Yield names for what a role did, of which the first that is free is taken."""
+    for number in itertools.count(1):
+        yield below.with_name(f"{below.name}-{doing}{'' if number == 1 else f'-{number}'}.json")
 
 
 def with_lease(
@@ -146,7 +221,7 @@ def with_lease(
     ) -> Callable[Concatenate[HolderT, Params], ResultT]:
         @functools.wraps(method)
         def run(self: HolderT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
-            with self.lease.held(to_train=to_train):
+            with self.lease.held(to_train=to_train, doing=method.__name__):
                 return method(self, *args, **kwargs)
 
         return run

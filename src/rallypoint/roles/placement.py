@@ -23,6 +23,7 @@ from rallypoint.data import decoder, load_tokenizer
 from rallypoint.disk import naming
 from rallypoint.engine.determinism import prepare_process
 from rallypoint.errors import PlacementError, WorkerDiedError
+from rallypoint.journal import Work
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.parallel import DeviceMesh
@@ -275,12 +276,20 @@ class Placement:
         await asyncio.gather(*(group.shutdown(patience_s=0) for group in self.groups.values()))
         self.groups.clear()
 
-    async def memory(self) -> Metrics:
-        """Return the peak memory of every role, over its processes, since this was last asked."""
+    async def profile(self, step: int) -> None:
+        """Have every role recorded in a step, until `measured` is called."""
+        folder = self.folder.path / "profile"
+        for group in self.groups.values():
+            await group.kept(lambda group=group: group.call(LeaseHolder.profile, folder, step))
+
+    async def measured(self) -> tuple[Metrics, dict[str, list[Sequence[Work]]]]:
+        """Return the peak memory of every role, and what each of its ranks did, since this was last asked."""
         measured = await asyncio.gather(
-            *(group.kept(lambda group=group: group.call(LeaseHolder.memory)) for group in self.groups.values())
+            *(group.kept(lambda group=group: group.call(LeaseHolder.measured)) for group in self.groups.values())
         )
-        return merge(*(merge(*ranks).prefixed(role) for role, ranks in zip(self.groups, measured, strict=True)))
+        found = dict(zip(self.groups, measured, strict=True))
+        memory = merge(*(merge(*(one for one, _ in ranks)).prefixed(role) for role, ranks in found.items()))
+        return memory, {role: [work for _, work in ranks] for role, ranks in found.items()}
 
 
 def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:

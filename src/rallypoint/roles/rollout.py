@@ -105,7 +105,7 @@ class RolloutWorker(LeaseHolder):
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(self.forget)
             if not self._is_sampling:
-                self._sampling.enter_context(self.lease.held())
+                self._sampling.enter_context(self.lease.held(doing="sample"))
                 self._sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
@@ -157,7 +157,6 @@ class RolloutWorker(LeaseHolder):
         self.check_whole()
         return self._guests.advance(asked, self._engine.version)
 
-    @collect
     def memory(self) -> Metrics:
         """See `LeaseHolder.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
         if self._server is None:

@@ -1,13 +1,13 @@
 """Steps of a run as a trace for Perfetto and Chrome (`chrome://tracing`), or as OpenTelemetry's spans.
 
-A reader of the journal. Owns: what is drawn where. Must not know: files. In the format's words the driver is a process,
-with a thread for steps, for phases and for what is between steps, and so is the rollout role, with a thread for the
-groups of each rank. Things of one thread that overlap get further threads, since the format has no other place for
-them. The journal has how long phases took, in their order, and not when they began: they are drawn one after another.
+A reader of the journal. Owns: what is drawn where. Must not know: files. In the format's words a role is a process and
+a rank a thread; the driver is a process with a thread for steps, for phases and for what is between steps. Things of
+one thread that overlap get further threads, since the format has no other place for them. Ranks tell times by the
+clocks of their machines.
 
 >>> began = RunBegan(first=0, config={}, software={}, machine="")
->>> done = StepDone(step=1, metrics={}, digests={}, seconds=2.0,)
->>> found = trace([Entry(1, 99.0, began), Entry(2, 102.0, done)], range(1, 2))
+>>> done = StepDone(step=1, metrics={}, digests={}, seconds=2.0, began_s=100.0)
+>>> found = trace([Entry(1, 99.0, began), Entry(2, 102.5, done)], range(1, 2))
 >>> [(one["name"], one["ts"], one["dur"]) for one in found["traceEvents"] if one["ph"] == "X"]
 [('step 1', 0, 2000000)]
 """
@@ -33,6 +33,7 @@ from rallypoint.journal import (
     GroupScored,
     RoleLost,
     RolesRestarted,
+    RolesStarted,
     RunBegan,
     StepDone,
     Validated,
@@ -139,8 +140,10 @@ def trace(entries: Iterable[Entry], steps: range) -> Json:
         raise RunFolderError(f"no step from {steps.start} to {steps.stop - 1} is done; expected some of {there}")
     begins = {step: _began(entry, event) for step, (entry, event) in done.items()}
     sheet, until_s = _Sheet(min(begins.values())), max(entry.time_s for entry, _ in done.values())
+    where = _places(entries)
     for step, (entry, event) in sorted(done.items()):
         _draw_step(sheet, entry, event, begins[step])
+        _draw_work(sheet, event, where)
     inside = [entry for entry in entries if sheet.origin_s <= entry.time_s <= until_s]
     _draw_between(sheet, inside)
     _draw_groups(sheet, inside, _base(entries))
@@ -148,7 +151,16 @@ def trace(entries: Iterable[Entry], steps: range) -> Json:
 
 
 def _began(entry: Entry, done: StepDone) -> float:
-    return entry.time_s - done.seconds
+    return done.began_s or entry.time_s - done.seconds
+
+
+def _places(entries: Sequence[Entry]) -> Mapping[str, Sequence[str]]:
+    """Return number and node of the process of each rank of a role, as the newest start has them."""
+    found: dict[str, Sequence[str]] = {}
+    for entry in entries:
+        if isinstance(entry.event, RolesStarted | RolesRestarted):
+            found |= entry.event.processes
+    return found
 
 
 def _draw_step(sheet: _Sheet, entry: Entry, done: StepDone, began_s: float) -> None:
@@ -157,14 +169,27 @@ def _draw_step(sheet: _Sheet, entry: Entry, done: StepDone, began_s: float) -> N
     at_s, placed = 0.0, dict[str, tuple[float, str, float]]()
     for path, seconds in spent.items():
         parent = path.partition("/")[0]
-        placed[path] = (placed[parent][0] if parent in placed else at_s), path, seconds
-        at_s += seconds if path == parent else 0.0
+        begin_s = done.begins.get(path, placed[parent][0] if parent in placed else at_s)
+        placed[path] = begin_s, path, seconds
+        at_s = begin_s + seconds if path == parent else at_s
     for begin_s, path, seconds in sorted(placed.values()):
         thread = "phases" if "/" not in path else path.partition("/")[0]
         sheet.slice((_DRIVER, thread), path, began_s + begin_s, began_s + begin_s + seconds, step=done.step)
     for name in (*_COUNTERS, *(name for name in done.metrics if name.endswith("/memory_gib"))):
         if math.isfinite(value := done.metrics.get(name, math.nan)):
             sheet.count(name, entry.time_s, value)
+
+
+def _draw_work(sheet: _Sheet, done: StepDone, where: Mapping[str, Sequence[str]]) -> None:
+    for role, ranks in done.work.items():
+        for rank, work in enumerate(ranks):
+            places = where.get(role, ())
+            thread = f"rank {rank}" + (f" ({places[rank]})" if rank < len(places) else "")
+            for name, began_s, ended_s, seconds, num in sorted(work, key=lambda one: one[1]):
+                if ended_s <= sheet.origin_s:  # the validation before the first step that is drawn
+                    continue
+                args = {"step": done.step, "seconds": seconds, "calls": num}
+                sheet.slice((role, thread), name, max(began_s, sheet.origin_s), ended_s, **args)
 
 
 def _draw_between(sheet: _Sheet, entries: Sequence[Entry]) -> None:

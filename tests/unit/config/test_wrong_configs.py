@@ -353,6 +353,16 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "recipe=grpo data.generate=null data.train=t.jsonl critic=null checkpoint.keep_best=true",
         ("checkpoint.keep_best=true has no effect without a validation", "set data.validation"),
     ),
+    "steps to profile: none": ("trainer.profile=5:3", ("trainer.profile='5:3'", "as FIRST:LAST, such as 3:5")),
+    "steps to profile: no numbers": (
+        "trainer.profile=some",
+        ("trainer.profile='some'", "expected at most 20 steps from 1 to"),
+    ),
+    "steps to profile: of another run": (
+        "trainer.num_steps=4 trainer.profile=3:5",
+        ("from 1 to 4 as FIRST:LAST",),
+    ),
+    "steps to profile: too many": ("trainer.profile=1:21", ("at most 20 steps",)),
     "no effect: arguments of no template": (
         "data.template.thinking=false",
         ("data.template={thinking: false} has no effect with model.create",),

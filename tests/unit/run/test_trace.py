@@ -27,7 +27,7 @@ from rallypoint.journal import (
 from rallypoint.run.trace import trace
 
 BEGAN = RunBegan(first=0, config={}, software={}, machine="")
-STARTED = RolesStarted(step=0, metrics={})
+STARTED = RolesStarted(step=0, metrics={}, processes={"actor": ["7@a", "8@b"], "rollout": ["9@a"]})
 ORIGIN_S = 1000.0
 
 
@@ -36,17 +36,23 @@ def scored(prompt, admitted, sampled, at):
     return GroupScored(prompt=prompt, rank=0, admitted_s=admitted, sampled_s=sampled, scored_s=at, turns=turns)
 
 
-def done(step):
-    """Return a step of ten seconds."""
-    metrics = {
-        "reward/mean": 0.5,
-        "actor/memory_gib": 1.5,
-        "time_s/rollout": 5.0,
-        "time_s/learn": 3.0,
-        "time_s/learn/critic": 2.0,
-        "time_s/learn/actor": 3.0,
+def done(step, **changes):
+    """Return a step of ten seconds that begins every twelve."""
+    began = ORIGIN_S + 12.0 * (step - 1)
+    work = [("logprobs", began + 5.0, began + 6.0, 1.0, 1), ("train", began + 6.5, began + 9.0, 2.5, 2)]
+    named = {
+        "metrics": {
+            "reward/mean": 0.5,
+            "actor/memory_gib": 1.5,
+            "time_s/rollout": 5.0,
+            "time_s/learn": 3.0,
+            "time_s/learn/critic": 2.0,
+            "time_s/learn/actor": 3.0,
+        },
+        "begins": {"rollout": 0.0, "learn": 6.0, "learn/critic": 6.0, "learn/actor": 6.0},
+        "work": {"actor": [work, work], "rollout": [[("sample", began - 0.5, began + 5.0, 5.0, 1)]]},
     }
-    return StepDone(step=step, metrics=metrics, digests={}, seconds=10.0)
+    return StepDone(step=step, digests={}, seconds=10.0, **({"began_s": began} | named | changes))
 
 
 STEPS = [
@@ -57,11 +63,11 @@ STEPS = [
     (1005.0, BatchTaken(step=1, prompts=(0, 1), asked_s=10.0, taken_s=15.0, loaded_s=9.0, busy_s=(5.0,))),
     (1009.0, WeightsPublished(version=1, digest="a")),
     (1009.5, WeightsLoaded(version=1, num_ranks=1)),
-    (1010.0, done(1)),
+    (1010.5, done(1)),
     (1011.5, Validated(step=1, metrics={"time_s/validate": 0.5})),
     (1020.0, RoleLost(role="rollout", rank=0, step=2, why="gone")),
-    (1022.0, done(2)),
-    (1034.0, done(3)),
+    (1022.5, done(2)),
+    (1034.5, done(3)),
 ]
 
 
@@ -109,17 +115,15 @@ def test_nothing_overlaps_in_a_thread(events):
             assert end <= begin, where
 
 
-def test_phases_groups_of_each_rank_and_weights_are_drawn_when_they_were(events):
+def test_each_role_is_a_process_and_each_rank_a_thread_with_what_it_did(events):
     found = slices(events)
     assert found["driver", "steps"] == [("step 1", 0.0, 10.0), ("step 2", 12.0, 22.0)]
-    assert found["driver", "phases"] == [
-        ("rollout", 0.0, 5.0),
-        ("learn", 5.0, 8.0),
-        ("rollout", 12.0, 17.0),
-        ("learn", 17.0, 20.0),
-    ]
-    assert found["driver", "learn"][0] == ("learn/actor", 5.0, 8.0)
-    assert found["driver", "learn (2)"][0] == ("learn/critic", 5.0, 7.0)
+    assert found["driver", "phases"][:2] == [("rollout", 0.0, 5.0), ("learn", 6.0, 9.0)]
+    assert found["driver", "learn"] == [("learn/actor", 6.0, 9.0), ("learn/actor", 18.0, 21.0)]
+    assert found["driver", "learn (2)"][0] == ("learn/critic", 6.0, 8.0)
+    for rank, place in enumerate(("7@a", "8@b")):
+        assert found["actor", f"rank {rank} ({place})"][:2] == [("logprobs", 5.0, 6.0), ("train", 6.5, 9.0)]
+    assert found["rollout", "rank 0 (9@a)"][0] == ("sample", 0.0, 5.0)
     assert found["rollout groups", "rank 0"] == [("group 0", 0.0, 3.1)]
     assert found["rollout groups", "rank 0 (2)"] == [("group 1", 1.0, 4.1)]
     assert found["driver", "between"] == [("validate", 11.0, 11.5)]
@@ -128,16 +132,23 @@ def test_phases_groups_of_each_rank_and_weights_are_drawn_when_they_were(events)
 
 def test_curves_and_losses_are_drawn(events):
     counted = {(one["name"], one["ts"]): one["args"] for one in events if one["ph"] == "C"}
-    assert counted["reward/mean", 10_000_000] == {"reward/mean": 0.5}
-    assert counted["actor/memory_gib", 22_000_000] == {"actor/memory_gib": 1.5}
+    assert counted["reward/mean", 10_500_000] == {"reward/mean": 0.5}
+    assert counted["actor/memory_gib", 22_500_000] == {"actor/memory_gib": 1.5}
     assert [one["name"] for one in events if one["ph"] == "i"] == ["lost rollout rank 0"]
+
+
+def test_phases_of_an_older_journal_follow_one_another():
+    old = done(1, begins={}, work={})
+    found = slices(trace(entries([(990.0, BEGAN), (1010.0, old)]), range(1, 2))["traceEvents"])
+    assert found["driver", "phases"] == [("rollout", 0.0, 5.0), ("learn", 5.0, 8.0)]
 
 
 def test_a_step_that_was_done_again_is_drawn_as_it_counts():
     again = [(at + 100.0, event) for at, event in STEPS[:2]]
-    found = trace(entries([*STEPS, *again, (1110.0, done(1))]), range(1, 2))
-    assert found["otherData"]["began_s"] == 1100.0
-    assert slices(found["traceEvents"])["driver", "steps"] == [("step 1", 0.0, 10.0)]
+    repeated = (1110.5, done(1, began_s=1100.0, work={}))
+    found = slices(trace(entries([*STEPS, *again, repeated]), range(1, 2))["traceEvents"])
+    assert found["driver", "steps"] == [("step 1", 0.0, 10.0)]
+    assert ("actor", "rank 0 (7@a)") not in found
 
 
 def test_steps_that_are_not_there_are_refused_with_those_that_are():
@@ -205,9 +216,9 @@ def test_a_collector_is_sent_each_step_as_a_trace_whose_root_is_the_step(tmp_pat
         assert len(span["spanId"]) == 16
         assert int(span["endTimeUnixNano"]) >= int(span["startTimeUnixNano"]) >= ORIGIN_S * 1e9
         assert span["traceId"] == roots[span.get("parentSpanId", span["spanId"])]["traceId"]
-    group = next(span for span in spans if span["name"] == "group 0")
-    assert {"key": "tokens", "value": {"intValue": "12"}} in group["attributes"]
-    assert {"key": "rallypoint.thread", "value": {"stringValue": "rank 0"}} in group["attributes"]
+    train = next(span for span in spans if span["name"] == "train")
+    assert {"key": "calls", "value": {"intValue": "2"}} in train["attributes"]
+    assert {"key": "seconds", "value": {"doubleValue": 2.5}} in train["attributes"]
 
 
 def test_a_collector_that_is_not_there_is_named_with_what_was_expected(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key
@@ -68,3 +69,12 @@ class TrainerConfig(Section):
     )
     runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
+    profile: str | None = key(
+        None, hidden=True, help="Steps that torch's profiler records into profile/, first and last, such as 3:5."
+    )
+
+    @property
+    def profiled(self) -> range:
+        """The steps to record, as `profile` names them; empty for none, or if it names none."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile or "")
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
