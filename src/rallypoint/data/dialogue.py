@@ -240,7 +240,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
 
 def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
     """Whether two messages say the same, however their calls are spelled."""
-    return _essence(one) == _essence(other)
+    return one == other or _essence(one) == _essence(other)
 
 
 def _essence(message: ChatMessage) -> tuple[object, ...]:

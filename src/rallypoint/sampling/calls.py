@@ -42,8 +42,8 @@ class Call:
     """How many of its tokens that turn and those before it have."""
     number: int
     """Says its random numbers."""
-    key: bytes
-    """Digest of its tokens."""
+    hasher: hashlib.blake2b
+    """Has read all of its tokens, and knows their digest."""
     asked: int
     """Calls that began before it."""
     ended: int
@@ -62,6 +62,8 @@ class Calls:
         self.turns: list[Turn] = []
         """All that have ended."""
         self._prompt, self._ended = prompt, list[Call]()
+        self._hashers: dict[int, hashlib.blake2b] = {ROOT: hashlib.blake2b(digest_size=16)}
+        """For each turn, what has read all tokens up to its end, so that the next call's digest takes its own alone."""
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         self._times: Counter[bytes] = Counter()
 
@@ -74,12 +76,13 @@ class Calls:
             number: says its random numbers; None: that is up to its tokens, and how often they were asked before.
         """
         found, start = self._longest_beginning(tokens) if parent is None else (parent, self._end_of(parent))
-        key = _digest(tokens)
+        hasher = _updated(self._hashers[found], tokens[start:])
+        key = hasher.digest()
         times, asked = self._times[key], self._times.total()
         self._times[key] += 1
         if number is None:
             number = 0 if tokens == self._prompt and not times else _number_of(key, times)
-        return Call(tokens, found, start, number, key, asked, len(self.turns))
+        return Call(tokens, found, start, number, hasher, asked, len(self.turns))
 
     def end(self, call: Call, turn: Turn) -> Turn:
         """Note what came of a call, and return it; one that failed is not noted.
@@ -93,6 +96,7 @@ class Calls:
         turn = dataclasses.replace(turn, prompt=call.tokens[call.start :], parent=parent)
         self.turns.append(turn)
         self._ended.append(call)
+        self._hashers[number] = _updated(call.hasher, turn.response)
         self._children[call.parent].append(number)
         return turn
 
@@ -131,7 +135,8 @@ class Calls:
     def _asked_again(self, depths: Sequence[int]) -> set[int]:
         same: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
         for number, call in enumerate(self._ended):
-            same[depths[number], call.key].append(number)  # a call may continue another without a token between
+            # A call may continue another without a token between.
+            same[depths[number], call.hasher.digest()].append(number)
         dropped = set[int]()
         for calls in same.values():
             leaves = sorted(
@@ -157,8 +162,11 @@ class Calls:
         return best[2], best[0]
 
 
-def _digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=16).digest()
+def _updated(hasher: hashlib.blake2b, tokens: Sequence[int]) -> hashlib.blake2b:
+    """Return a hasher that has read some more tokens."""
+    longer = hasher.copy()
+    longer.update(np.array(tokens, np.int64).tobytes())
+    return longer
 
 
 def _number_of(key: bytes, times: int) -> int:
