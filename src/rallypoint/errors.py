@@ -151,6 +151,10 @@ class PlacementError(RallyError, RuntimeError):
     """A resource pool does not fit on the cluster, or a node does not have what a role needs."""
 
 
+class NoPlaceError(PlacementError):
+    """A resource pool has waited too long for a place that it could have; another try may help."""
+
+
 class RequestError(RallyError, ValueError):
     """A prompt cannot be continued as asked: it is empty, too long, or has tokens that the model does not know."""
 
@@ -190,7 +194,10 @@ class BusyError(RallyError, TimeoutError):
 
 
 class NotFiniteError(RallyError, ArithmeticError):
-    """A loss, an advantage or a gradient is NaN or infinite; training would only spread it."""
+    """A loss, an advantage, a gradient or a weight is NaN or infinite; training would only spread it."""
+
+    is_of_update = False
+    """Whether all ranks have left an optimizer step out because of it, and can go on."""
 
 
 class OwnLossError(NotFiniteError):
@@ -215,6 +222,9 @@ class DeterminismError(RallyError, RuntimeError):
 
 class PeerFailedError(RallyError, RuntimeError):
     """Another rank of the same group found a problem, so that this one stopped as well."""
+
+    is_of_update = False
+    """See `NotFiniteError`, which the other rank raises."""
 
 
 class OffPolicyError(RallyError, RuntimeError):
@@ -296,6 +306,8 @@ class WorkerDiedError(_WorkerProblemError):
     """A worker process ended while it was needed."""
 
     verb = "died during"
+    is_preempted = False
+    """Whether whoever the machine belongs to took it away, with notice."""
 
     def __str__(self) -> str:
         return f"{self._told(self.verb)}: {self.detail}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -94,6 +95,55 @@ def test_pools_come_and_go_and_nothing_is_left(tmp_path):
     assert set(Path("/dev/shm").iterdir()) <= before, "no shared memory"
     assert (logs / "ray" / "raylet.out").is_file(), "Ray's logs are in the run's folder"
     assert not (logs / "ray").is_symlink()
+
+
+SLOW_START = """
+import os, pathlib, time
+folder = pathlib.Path(__file__).parent
+if (folder / "slow").exists():
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(folder / "pid")
+    time.sleep(600)
+"""
+
+
+async def loses_one_twice(folder):
+    """Kill a process of a pool, and its successor while that starts; return the process ids before and after."""
+    runtime = open_runtime("ray", log_folder=folder, object_store_gib=0.2, preload=("slow_start",), say=print)
+    pool = ResourcePool([2], num_cpus=0.1)
+    try:
+        group = await WorkerGroup.create(Layout("one", await runtime.processes(pool)), Worker)
+        before = await group.call(Worker.pid)
+        os.kill(before[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="one rank 0"):
+            await group.call(Worker.pid)
+        group.processes[0].end()
+        (folder / "slow").touch()
+        starting = asyncio.ensure_future(runtime.processes(pool))
+        while not (folder / "pid").exists():
+            await asyncio.sleep(0.05)
+        (folder / "slow").unlink()
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="pool 'pool' rank 0 died during its start: "):
+            await starting
+        assert await group.renew(await runtime.processes(pool)) == [0]
+        return before, await group.call(Worker.pid)
+    finally:
+        await runtime.shutdown()
+
+
+def test_a_process_that_dies_while_it_is_started_again_is_told_and_the_next_try_keeps_the_others(tmp_path):
+    (tmp_path / "slow_start.py").write_text(SLOW_START)
+    searched = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(tmp_path)  # the processes inherit it
+    try:
+        before, after = asyncio.run(loses_one_twice(tmp_path))
+    finally:
+        del os.environ["PYTHONPATH"]
+        if searched is not None:
+            os.environ["PYTHONPATH"] = searched
+    assert before[0] != after[0]
+    assert before[1] == after[1]
 
 
 def test_inline_runtimes_leave_no_thread(tmp_path):

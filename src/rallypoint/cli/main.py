@@ -26,7 +26,9 @@ from rallypoint.errors import (
     DataError,
     ExportError,
     ModelError,
+    NoPlaceError,
     RallyError,
+    RayLostError,
     ResumeError,
     RewardError,
     RunFolderError,
@@ -357,10 +359,10 @@ WRONG_INPUT = (ConfigError, DataError, ExportError, ModelError, ResumeError, Rew
 
 
 def report(error: RallyError) -> int:
-    """Print an error and return the exit status: 2 for wrong input, 75 for a lost process, 1 for everything else."""
+    """Print an error and return the exit status: 2 for wrong input, 75 if another try may help, 1 for all else."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(str(error))}")
-    if isinstance(error, WorkerDiedError):
+    if isinstance(error, WorkerDiedError | RayLostError | NoPlaceError):
         return _TRY_AGAIN
     return 2 if isinstance(error, WRONG_INPUT) else 1
 

@@ -102,13 +102,13 @@ class RayPending:
         if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
             when = "" if it.step is None else f" at step {it.step}"
             return RayLostError(f"{gone}; the workers of node {dead.info.node} ended with it, during {it}{when}")
-        # The rest of Ray's text is guesses, and advice about Ray's own settings.
-        told = " ".join(str(cause).split()).split(" Some common causes include")[0]
-        detail = WAS_ENDED if dead.ended else told
+        detail = WAS_ENDED if dead.ended else without_advice(cause)
         if dead is not self.process:
             role, rank = next(iter(dead.roles.items()), ("a process without a role,", 0))
             it = dataclasses.replace(it, role=role, rank=rank, method=f"work that {it} waits for")
-        return it.died(detail, dead.info)
+        died = it.died(detail, dead.info)
+        died.is_preempted = isinstance(cause, RayActorError) and cause.preempted
+        return died
 
     def cancel(self) -> None:
         """See `Pending.cancel`."""
@@ -116,6 +116,11 @@ class RayPending:
         if self.process.ended or self.process.runtime.ray_thread.lost is not None or not ray.is_initialized():
             return
         self.process.handle.interrupt.options(concurrency_group=_HEALTH).remote(self.invocation.number)
+
+
+def without_advice(error: RayError) -> str:
+    """Return what Ray says of a death, in a line; the rest is guesses, and advice about Ray's own settings."""
+    return " ".join(str(error).split()).split(" Some common causes include")[0]
 
 
 class RayProcess:

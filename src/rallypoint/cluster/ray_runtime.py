@@ -23,7 +23,7 @@ from rallypoint.cluster.ray_cluster import RayCluster
 # isort: split
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -31,13 +31,13 @@ from rallypoint.cluster.call import Process
 from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import ProcessInfo
-from rallypoint.cluster.ray_process import RayActor, RayProcess, forwarded_environment, on_node
+from rallypoint.cluster.ray_process import RayActor, RayProcess, forwarded_environment, on_node, without_advice
 from rallypoint.cluster.rendezvous import LEASE_S, Rendezvous
 from rallypoint.cluster.rendezvous.ray import RayRooms
 from rallypoint.cluster.stacks import stacks_of
 from rallypoint.cluster.waiting import Wait
 from rallypoint.cluster.watch import HangDetector, Watchdog
-from rallypoint.errors import PlacementError, RayLostError
+from rallypoint.errors import NoPlaceError, PlacementError, RallyError, RayLostError, WorkerDiedError
 
 AnswerT = TypeVar("AnswerT")
 
@@ -77,6 +77,8 @@ class RayRuntime:
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
+        self._running: dict[ResourcePool, list[RayProcess]] = {}
+        """Those that were there last, also while some of them are started again."""
         self.ray_thread = cluster.ray_thread
         """Makes the calls to Ray that may take long."""
         detector = HangDetector(
@@ -113,8 +115,7 @@ class RayRuntime:
     async def processes(self, pool: Pool) -> Sequence[Process]:
         """See `Runtime.processes`."""
         for source in pool.sources:
-            starting = self._pools.get(source)
-            running = _started(starting) or []
+            starting, running = self._pools.get(source), self._running.get(source, [])
             if starting is None or (starting.done() and (not running or any(process.ended for process in running))):
                 self._pools[source] = asyncio.create_task(self._start(source, running))
         started = {source: await asyncio.shield(self._pools[source]) for source in pool.sources}
@@ -147,13 +148,14 @@ class RayRuntime:
             new = [process for process in processes if process not in running]
             for process in new:
                 unless_all_goes_well.callback(process.end)
-            await self._describe(pool, new)
+            await self._describe(pool, processes, new)
             unless_all_goes_well.pop_all()
+        self._running[pool] = processes
         return processes
 
-    async def _describe(self, pool: ResourcePool, processes: Sequence[RayProcess]) -> None:
-        """Wait until processes have a place and have said where they are; say now and then what is missing."""
-        asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in processes}
+    async def _describe(self, pool: ResourcePool, processes: Sequence[RayProcess], new: Sequence[RayProcess]) -> None:
+        """Wait until new processes have a place and have said where they are; say now and then what is missing."""
+        asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in new}
         for answer in asked:
             answer.add_done_callback(_take_note)
         group, place = self._groups[pool], f"a place for pool {pool.name!r}"
@@ -162,20 +164,31 @@ class RayRuntime:
             pause_s = min(max(wait.pause_s, 0.01), _LOOK_S)
             done, _ = await asyncio.wait(pending, timeout=pause_s, return_when=asyncio.FIRST_EXCEPTION)
             self.ray_thread.check(place)
-            for error in filter(None, (answer.exception() for answer in done)):
-                raise PlacementError(f"pool {pool.name!r}: a process ended while it started: {error}") from error
+            for answer in done:
+                if (error := answer.exception()) is not None:
+                    raise self._ended_at_start(pool, processes.index(asked[answer]), error) from error
             wait.look()
             if done or not (wait.is_due or wait.is_over):
                 continue
             missing = await self._asked("Ray to say what is free", lambda: _missing(pool, group))
-            missing = f"missing {missing or f'{len(pending)} of {len(processes)} processes, which start'}"
+            missing = f"missing {missing or f'{len(pending)} of {len(new)} processes, which start'}"
             if wait.is_over:
-                raise PlacementError(
+                raise NoPlaceError(
                     f"gave up after cluster.placement_timeout_s={self._timeout_s:g}: {wait.line(missing)}"
                 )
             wait.say_if_due(missing)
         for answer, process in asked.items():
             process.info = answer.result()
+
+    def _ended_at_start(self, pool: ResourcePool, index: int, error: BaseException) -> RallyError:
+        """Return our error for a process that was not there yet."""
+        if not isinstance(error, RayActorError) or error.actor_init_failed:
+            return PlacementError(f"pool {pool.name!r}: a process ended while it started: {error}")
+        if (gone := self.node_lost(ProcessInfo("", "", 0), str(error))) is not None:
+            return RayLostError(f"{gone}; the processes of pool {pool.name!r} ended with it, while they started")
+        died = WorkerDiedError(f"pool {pool.name!r}", index, "its start", without_advice(error))
+        died.is_preempted = error.preempted
+        return died
 
     def _process(self, pool: ResourcePool, node: int) -> RayProcess:
         """Start a process in a pool's place on one of its nodes."""
@@ -192,21 +205,20 @@ class RayRuntime:
 
     def process_of(self, actor_id: str | None) -> RayProcess | None:
         """Return the process of a Ray actor, if it is one of this runtime."""
-        for starting in list(self._pools.values()):
-            for process in _started(starting) or ():
-                if process.handle._actor_id.hex() == actor_id:
-                    return process
+        for process in itertools.chain(*list(self._running.values())):
+            if process.handle._actor_id.hex() == actor_id:
+                return process
         return None
 
     def released(self, process: RayProcess) -> None:
         """End a process without roles, and give its pool's place back if it was the pool's last."""
         if not process.roles:
             process.end()
-        processes = _started(self._pools.get(process.pool))
-        if processes is not None and not any(one.roles for one in processes):
+        processes = self._running.get(process.pool, [])
+        if processes and self._pools[process.pool].done() and not any(one.roles for one in processes):
             for one in processes:
                 one.end()
-            del self._pools[process.pool]
+            del self._running[process.pool], self._pools[process.pool]
             self._give_back(process.pool)
 
     def _give_back(self, pool: ResourcePool) -> None:
@@ -217,7 +229,7 @@ class RayRuntime:
 
     def _all(self) -> list[RayProcess]:
         """Return the processes that we have not ended."""
-        return [process for pool in list(self._pools.values()) for process in _started(pool) or () if not process.ended]
+        return [process for process in itertools.chain(*list(self._running.values())) if not process.ended]
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
@@ -234,6 +246,7 @@ class RayRuntime:
         for group in self._groups.values():
             self.ray_thread.put(partial(remove_placement_group, group))
         self._pools.clear()
+        self._running.clear()
         self._groups.clear()
         await asyncio.to_thread(self._cluster.shutdown)
 
@@ -267,13 +280,6 @@ class RayRuntime:
                 texts.append(f"=== node {node}: no stacks: {error or f'no answer in {_STACKS_TIMEOUT_S:g} s'}")
         file.write_text("\n".join(texts))
         return f"the stacks of all {len(processes)} processes are in {file}"
-
-
-def _started(pool: asyncio.Task[list[RayProcess]] | None) -> list[RayProcess] | None:
-    """Return the processes of a pool; None when it is not there, or not yet."""
-    if pool is None or not pool.done() or pool.cancelled() or pool.exception() is not None:
-        return None
-    return pool.result()
 
 
 def _take_note(answer: asyncio.Future[ProcessInfo]) -> None:

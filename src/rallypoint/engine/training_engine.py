@@ -133,7 +133,7 @@ class TrainingEngine(Generic[BatchT]):
             num_steps: training steps of the whole run.
 
         Raises:
-            NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched.
+            NotFiniteError: a loss or the gradient is NaN or infinite; the weights are left untouched, on all ranks.
             PeerFailedError: another rank raised on its rows; no rank takes the step.
             MembershipLostError: another rank raised in a pass that it shares, or died.
         """
@@ -187,7 +187,7 @@ class TrainingEngine(Generic[BatchT]):
         totals = torch.stack([total for _, total in passed]).tolist() if passed else []
         for (rows, _), total in zip(passed, totals, strict=True):
             if not math.isfinite(total):
-                return measured, NotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}")
+                return measured, _of_update(NotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}"))
         return measured, None
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
@@ -217,17 +217,20 @@ class TrainingEngine(Generic[BatchT]):
         A rank that failed takes part and says so; otherwise the others would wait for it.
         """
         # First ask who failed: the sums of gradients would wait for a rank that does not come.
-        num_failed = torch.tensor([0.0 if failure is None else 1.0])
-        self._mesh.everyone.all_reduce_sum([num_failed])
-        if failure is not None:
+        is_wild = isinstance(failure, NotFiniteError) and failure.is_of_update
+        counts = torch.tensor([0.0 if failure is None else 1.0, float(is_wild)])
+        self._mesh.everyone.all_reduce_sum([counts])
+        num_failed, num_wild = counts.tolist()
+        if num_failed:
+            failure = failure or PeerFailedError("another rank stopped this update; see its error")
+            if isinstance(failure, NotFiniteError | PeerFailedError):
+                failure.is_of_update = num_failed == num_wild
             raise failure
-        if num_failed.item():
-            raise PeerFailedError("another rank stopped this update; see its error")
         assert self.optimizer is not None, "as in `train`"
         masters = {name: self.optimizer.master(weight) for name, weight in self.weights.items() if weight.requires_grad}
         norm = self._sharding.reduce_and_clip(masters, max_norm)
         if not math.isfinite(norm):
-            raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
+            raise _of_update(NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken"))
         return norm
 
     def _cut(self, batch: Sequences) -> list[list[int]]:
@@ -274,6 +277,11 @@ def _divided(total: Tensor, denominator: Denominator) -> Tensor:
     if isinstance(denominator, tuple):
         return (total / torch.tensor(denominator, dtype=total.dtype, device=total.device)).sum()
     return total / denominator
+
+
+def _of_update(error: NotFiniteError) -> NotFiniteError:
+    error.is_of_update = True
+    return error
 
 
 def _name_rows(batch: Sequences, rows: list[int]) -> str:

@@ -22,6 +22,7 @@ from rallypoint.model_files.load import (
     outline_policy,
     reload,
 )
+from rallypoint.model_files.load_checks import is_finite
 from rallypoint.model_files.reader import Read, TensorFiles
 from rallypoint.model_files.writer import Writing, save_model, save_tensors
 
@@ -34,6 +35,7 @@ __all__ = [
     "create_model",
     "fresh",
     "is_adapter",
+    "is_finite",
     "load_critic",
     "load_new_reward_model",
     "load_policy",

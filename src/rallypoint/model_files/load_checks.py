@@ -107,7 +107,7 @@ def check_finite(path: str, tensors: Mapping[str, Tensor], tp: Collective) -> No
     Raises:
         ModelError: some are not finite; their tensors are named.
     """
-    flags = torch.tensor([not _is_finite(tensor) for tensor in tensors.values()], dtype=torch.int32)
+    flags = torch.tensor([not is_finite(tensor) for tensor in tensors.values()], dtype=torch.int32)
     tp.all_reduce_max(flags)
     if wrong := [name for name, flag in zip(tensors, flags.tolist(), strict=True) if flag]:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -117,7 +117,8 @@ def check_finite(path: str, tensors: Mapping[str, Tensor], tp: Collective) -> No
         )
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no number of a tensor is NaN or infinite."""
     return not tensor.is_floating_point() or not tensor.numel() or all(end.isfinite() for end in tensor.aminmax())
 
 

@@ -45,7 +45,8 @@ class Endpoint:
         Raises:
             ServingError: it is taken.
         """
-        self._port, self._socket = port, bind(_HOST, port)
+        self._socket, self._key = bind(_HOST, port), secrets.token_urlsafe(24)
+        self._port = self._socket.getsockname()[1]
         self._folder, self._journal = folder, journal
         self._server: Server | None = None
         self._guests: GuestRequests | None = None
@@ -56,12 +57,14 @@ class Endpoint:
 
     async def open(self, material: Material, mailbox: Mailbox, is_published: asyncio.Event) -> None:
         """Begin to answer; the weights were published."""
+        if self._is_closing:  # `reopen` has said why
+            return
         guests = await GuestRequests.open(mailbox, is_published, max_rows=_MAX_CONCURRENCY, log=self._folder.log)
         self._guests, self._running = guests, asyncio.create_task(guests.run())
         self._running.add_done_callback(self._hear_guests)
         # Of its own: tokenizers change their settings while they encode, and training decodes meanwhile.
         tokenizer = copy.deepcopy(material.tokenizer)
-        name, (_, port) = self._folder.path.name, self._socket.getsockname()
+        name = self._folder.path.name
         served = Model(
             name=name,
             engine=guests,
@@ -69,8 +72,7 @@ class Endpoint:
             codec=Codec(tokenizer),
             stop_tokens=material.stop_tokens,
         )
-        key = secrets.token_urlsafe(24)
-        access = Access(keys=(key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
+        access = Access(keys=(self._key,), hosts=(_HOST, "localhost"), max_body_bytes=_MAX_BODY_BYTES)
         server = Server(
             make_app(served, access, self.measured),
             self._socket,
@@ -79,14 +81,14 @@ class Endpoint:
             say=self._write_down,
         )
         try:
-            _write_secret(self._folder.endpoint_key, key)
+            _write_secret(self._folder.endpoint_key, self._key)
             await asyncio.to_thread(server.start)
         except (ServingError, DiskError) as error:
             self._journal.say(f"no endpoint, the run goes on without: {error}")
             return
         self._server = server
         self._journal.say(
-            f"answering as {name!r} at http://{_HOST}:{port}/v1; the key is in {self._folder.endpoint_key}"
+            f"answering as {name!r} at http://{_HOST}:{self._port}/v1; the key is in {self._folder.endpoint_key}"
         )
 
     async def close(self) -> None:
@@ -105,10 +107,13 @@ class Endpoint:
         self._socket.close()
 
     async def reopen(self) -> None:
-        """Close, and take the port again, for roles that are started anew."""
+        """Close, and take the port again, for roles that are started anew; if it is taken, the run goes on without."""
         await self.close()
-        self._socket, self._is_closing = bind(_HOST, self._port), False
         self._server = self._guests = self._running = None
+        try:
+            self._socket, self._is_closing = bind(_HOST, self._port), False
+        except ServingError as error:
+            self._journal.say(f"no endpoint, the run goes on without: {error}")
 
     def _hear(self, entry: Entry) -> None:
         """Remember the newest numbers."""

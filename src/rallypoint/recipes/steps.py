@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step
 from rallypoint.display import Progress
+from rallypoint.errors import NotFiniteError
 from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
@@ -22,6 +23,7 @@ from rallypoint.recipes.interruption import Observer, interruptible
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.recipes.saving import Saver
 from rallypoint.roles.actor import Actor
+from rallypoint.roles.learner import NOT_FINITE
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.comparison import digests_of
 from rallypoint.run.metrics_log import STEP
@@ -32,6 +34,8 @@ from rallypoint.types import merge
 if TYPE_CHECKING:
     from rallypoint.recipes.endpoint import Endpoint
 
+_MOST_NOT_FINITE = 3
+"""Steps in a row of which an update may be left out; with as many the run ends."""
 _NUM_SHOWN = 8
 """Rollouts of a step, of which a display shows one."""
 
@@ -55,6 +59,8 @@ class Steps:
     """Nats between sampler and trainer, of any step so far."""
     newest: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
     """Metrics of the newest step."""
+    num_not_finite: int = 0
+    """Newest steps in a row that left an update out, as its numbers were not finite."""
 
     @property
     def journal(self) -> Journal:
@@ -168,6 +174,26 @@ class Steps:
         told = rollouts and self.first_scores.add(rollouts, self.setup.config, str(self.saver.folder.path))
         if told:
             self.journal.say(told)
+        self._check_finite(step)
+
+    def _check_finite(self, step: int) -> None:
+        """Say that an update was left out.
+
+        Raises:
+            NotFiniteError: that has happened in several steps in a row.
+        """
+        roles = [name.partition("/")[0] for name in self.newest if name.endswith(f"/{NOT_FINITE}")]
+        self.num_not_finite = self.num_not_finite + 1 if roles else 0
+        if not roles:
+            return
+        path = self.saver.folder.path
+        what = f"step {step}: a loss or gradient of the {' and the '.join(roles)} was not finite"
+        self.journal.say(f"{what}; its update was left out (rally replay {path} --step {step} computes it again)")
+        if self.num_not_finite == _MOST_NOT_FINITE:
+            raise NotFiniteError(
+                f"{what}, for the {_MOST_NOT_FINITE}rd time in a row: lower {roles[0]}.optimizer.lr or its "
+                f"max_grad_norm, and go back with: rally train {path} --resume --from-step N"
+            )
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:
         """Log the token on which sampler and trainer differ most, when they differ more than ever before."""

@@ -91,7 +91,7 @@ class Critic(Learner[CriticBatch, CriticWorker]):
     async def update(self, batch: CriticBatch, step: int) -> Metrics:
         """Train on a step's rollouts, mini-batch by mini-batch."""
         merged = await self._group.call(CriticWorker.train, self.cut(batch, step), step)
-        if not batch.num_loss_tokens:
+        if "error" not in merged:  # nothing to train on, or nothing finite
             return merged.prefixed("critic")
         means = merged.scalars()
         explained = explained_variance(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,12 +18,13 @@ from rallypoint.algorithms import Denominator, LossFunction, LossInputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
-from rallypoint.errors import CheckpointError
+from rallypoint.errors import CheckpointError, NotFiniteError, PeerFailedError
 from rallypoint.model_files import (
     DTYPES,
     Read,
     TensorFiles,
     Writing,
+    is_finite,
     read_adapter,
     reload,
     save_adapter,
@@ -37,11 +38,14 @@ from rallypoint.prepare.plan import attention_cost
 from rallypoint.roles.colocated import LeaseHolder, with_lease
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.types import Mean, Metrics, Sequences, merge
+from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 OutputsT = TypeVar("OutputsT")
 WorkerT = TypeVar("WorkerT", bound="LearnerWorker[Any, Any]")
+
+NOT_FINITE = "not_finite"
+"""Metric of a step that left an update out, as its numbers were not finite."""
 
 
 class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
@@ -92,18 +96,13 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
     @shard
     @with_lease(to_train=True)
     def train(self, batches: MiniBatches[BatchT], step: int) -> Metrics:
-        """Take one optimizer step for each mini-batch; `step` is the training step, from 1."""
-        began, frozen = time.perf_counter(), self.num_frozen_steps
-        measured = [
-            self.engine.train(
-                part,
-                functools.partial(self._loss_of, is_on_policy=index == 0),
-                denominator=denominator,
-                step=step - frozen,
-                num_steps=self.config.trainer.num_steps - frozen,
-            )
-            for index, (part, denominator) in enumerate(zip(batches.parts, batches.denominators, strict=True))
-        ]
+        """Take one optimizer step for each mini-batch whose numbers are finite; `step` is the training step, from 1.
+
+        Returns:
+            Metrics, with `not_finite` if an optimizer step was left out: the weights stayed as they were.
+        """
+        began = time.perf_counter()
+        measured = [self._train_on(batches, index, step) for index in range(len(batches.parts))]
         self.weights_changed()
         seconds = time.perf_counter() - began
         flops = sum(map(self._needed_flops, batches.parts))
@@ -112,6 +111,24 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
         return merge(*measured)
+
+    def _train_on(self, batches: MiniBatches[BatchT], index: int, step: int) -> Metrics:
+        """Take the optimizer step of a mini-batch, or leave it out."""
+        frozen = self.num_frozen_steps
+        try:
+            return self.engine.train(
+                batches.parts[index],
+                functools.partial(self._loss_of, is_on_policy=index == 0),
+                denominator=batches.denominators[index],
+                step=step - frozen,
+                num_steps=self.config.trainer.num_steps - frozen,
+            )
+        except (NotFiniteError, PeerFailedError) as error:
+            if not error.is_of_update:
+                raise
+            if isinstance(error, NotFiniteError):
+                self.context.say(f"step {step}: {error}")
+            return Metrics({NOT_FINITE: Maximum(1.0)})
 
     def _needed_flops(self, part: BatchT) -> int:
         """Count forward and backward of some rows: a shared prompt once, and the last token of a row never."""
@@ -133,12 +150,14 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
 
         Raises:
             CheckpointError: the disk is full or not writable.
+            NotFiniteError: a weight, or what the optimizer knows of one, is NaN or infinite.
         """
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
         how = Writing(durable=durable)
         with self.engine.shard.mesh.abandoned_on_error():
+            _check_finite(state | {name: each for name, each in self.engine.weights.items() if each.requires_grad})
             if self.config.model.lora is None:
                 save_model(self.engine.shard, model_folder, how=how)
             else:
@@ -173,6 +192,11 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Return this rank's part of an optimizer tensor: that of its weight, or all of a scalar."""
         weight = self.engine.shard.parts.get(name.rpartition("/")[0])
         return weight if weight is not None and of(weight) == tuple(shape) else Part.whole(shape)
+
+
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    if wild := [name for name, tensor in tensors.items() if not is_finite(tensor)]:
+        raise NotFiniteError(f"{', '.join(wild[:5])}: NaN or infinite, so that nothing is saved; see --from-step")
 
 
 class Learner(Generic[BatchT, WorkerT]):

@@ -217,20 +217,27 @@ class Placement:
                 what it has sampled ahead. Or there were too many.
         """
         async with self._restoring:
-            lost = {
-                process
-                for group in self.groups.values()
-                for process in group.processes
-                if (process.info.pid, process.info.node) == (error.pid, error.node)
-            }
+            lost, roles = self._lost_by(error), set[RoleName]()
             if not lost and not self._closing.is_set():
                 return
-            roles = self._lost_with(lost)
-            if self._closing.is_set() or self.config.cluster.runtime == "inline" or not roles <= self._renewable:
-                raise error
-            self.supervisor.lost(error)
-            for process in lost:
-                process.end()
+            while True:
+                roles |= self._lost_with(lost)
+                if self._closing.is_set() or self.config.cluster.runtime == "inline" or not roles <= self._renewable:
+                    raise error
+                self.supervisor.lost(error)
+                try:
+                    await self._renew(roles, lost)
+                    break
+                except WorkerDiedError as another:
+                    error, lost = another, self._lost_by(another)
+            self.supervisor.restarted({role: found for role, found in self.processes.items() if role in roles})
+
+    async def _renew(self, roles: set[RoleName], lost: set[Process]) -> None:
+        """Make roles again in new processes instead of lost ones; if that fails, no new one is taken for whole."""
+        for process in lost:
+            process.end()
+        before = {process for group in self.groups.values() for process in group.processes}
+        try:
             for role in list(self.groups):
                 if role not in roles:
                     continue
@@ -238,7 +245,15 @@ class Placement:
                 ranks = await self.groups[role].renew(processes)
                 if role in self.refillers:
                     await self.refillers[role].refill(ranks)
-            self.supervisor.restarted({role: found for role, found in self.processes.items() if role in roles})
+        except WorkerDiedError:
+            for process in {process for group in self.groups.values() for process in group.processes} - before:
+                process.end()
+            raise
+
+    def _lost_by(self, error: WorkerDiedError) -> set[Process]:
+        """Return the process of a loss; nothing if it was replaced already."""
+        processes = {process for group in self.groups.values() for process in group.processes}
+        return {process for process in processes if (process.info.pid, process.info.node) == (error.pid, error.node)}
 
     def _lost_with(self, lost: set[Process]) -> set[RoleName]:
         """Return the roles of lost processes; add processes of ranks that are connected to one of these."""

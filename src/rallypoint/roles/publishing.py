@@ -63,7 +63,7 @@ class Publisher(Protocol):
         ...
 
     async def written(self, taker: RoleName | None = None) -> Path:
-        """Write the weights into a folder that all nodes see, and return it; a taker that is named removes it."""
+        """Write the weights into a folder that all nodes see, and return it; a taker removes its own."""
         ...
 
     async def held(self) -> Sequence[Mapping[str, Held]]:

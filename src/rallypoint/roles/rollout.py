@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -282,7 +281,7 @@ class Rollouts:
             return
         written = await self.publisher.written("rollout")
         await self._group.call_rank(rank, RolloutWorker.load, version, WrittenFolder("folder"), written)
-        shutil.rmtree(written)
+        published_folder.remove_others(written)  # a server that is started again reads it, too
 
     async def open_guests(self, max_rows: int) -> int:
         """Prepare for persons, `max_rows` at once on each rank; return the most tokens of prompt and response."""

@@ -2,6 +2,11 @@
 
 Owns: how often processes may be lost. Must not know: what a role does, or how it is made anew. Invariant: only a
 process that died or hung is made again. An error that a worker raised is the user's to mend, and ends the run.
+
+| what was lost | how often a run goes on |
+|---|---|
+| a process whose node its owner took back, with notice | always |
+| any other | ten times an hour; twice in the same call, until a further step is done |
 """
 
 from __future__ import annotations
@@ -11,11 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rallypoint.errors import WorkerDiedError, first_line
-from rallypoint.journal import Journal, RoleLost, RolesRestarted
+from rallypoint.journal import Entry, Journal, RoleLost, RolesRestarted, StepDone
 
 _MOST_AN_HOUR, _HOUR_S = 10, 3600.0
 _MOST_IN_ONE_CALL = 2
-"""Losses in one call of a rank in one step that the run goes on after: a third has its cause there."""
+"""Losses in one call of a rank that a run goes on after without a further step: a third has its cause there."""
 
 
 class Supervisor:
@@ -30,8 +35,15 @@ class Supervisor:
         """
         self._journal, self._clock = journal, clock
         self._noticed = collections.deque[float](maxlen=_MOST_AN_HOUR + 1)
-        self._calls: collections.Counter[tuple[str, int, str, int | None]] = collections.Counter()
+        self._calls: collections.Counter[tuple[str, int, str]] = collections.Counter()
         self._away_since: float | None = None
+        self._step = 0
+        journal.subscribe(self._hear)
+
+    def _hear(self, entry: Entry) -> None:
+        if isinstance(entry.event, StepDone) and entry.event.step > self._step:  # not one that is done again
+            self._step = entry.event.step
+            self._calls.clear()
 
     def lost(self, error: WorkerDiedError) -> None:
         """Record that a process was lost; return if the run may go on.
@@ -39,9 +51,10 @@ class Supervisor:
         Raises:
             WorkerDiedError: the given one, if that was the same call three times, or too many were lost in an hour.
         """
-        now, call = self._clock(), (error.role, error.rank, error.call, error.step)
-        self._noticed.append(now)
-        self._calls[call] += 1
+        now, call = self._clock(), (error.role, error.rank, error.call)
+        if not error.is_preempted:
+            self._noticed.append(now)
+            self._calls[call] += 1
         self._away_since = now if self._away_since is None else self._away_since
         self._journal.append(RoleLost(role=error.role, rank=error.rank, step=error.step, why=first_line(error)))
         if self._calls[call] > _MOST_IN_ONE_CALL:
@@ -49,11 +62,12 @@ class Supervisor:
                 f"the run ends: {error.role} rank {error.rank} was lost in {error.call} for the third time"
             )
             raise error
-        if len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
+        if not error.is_preempted and len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
             self._journal.say(f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour")
             raise error
         what = first_line(error).partition(": ")[0]  # the rest is in the event
-        self._journal.say(f"{what}; it is started again")
+        why = ", as its owner took it back" if error.is_preempted else ""
+        self._journal.say(f"{what}{why}; it is started again")
 
     def restarted(self, processes: Mapping[str, Sequence[str]], first: int | None = None) -> None:
         """Record that what was lost is there again; nothing if nothing was.

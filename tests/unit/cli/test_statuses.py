@@ -3,7 +3,15 @@
 import pytest
 
 from rallypoint.cli.main import report
-from rallypoint.errors import ConfigError, PlacementError, RunFolderError, WorkerError
+from rallypoint.errors import (
+    ConfigError,
+    NoPlaceError,
+    PlacementError,
+    RayLostError,
+    RunFolderError,
+    WorkerDiedError,
+    WorkerError,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +54,13 @@ def test_the_folder_of_a_run_is_resumed_and_never_trained_anew(process, tmp_path
     assert done.returncode == 2
     assert "resume it with --resume" in done.stderr
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+def test_what_a_machine_did_has_status_75_so_that_a_scheduler_tries_again(capsys):
+    assert report(WorkerDiedError("actor", 0, "update", "it was killed")) == 75
+    assert report(RayLostError("Ray's raylet was killed")) == 75
+    assert report(NoPlaceError("gave up after cluster.placement_timeout_s=600")) == 75
+    assert "gave up after" in capsys.readouterr().err
 
 
 def test_wrong_input_has_status_2_and_a_failure_status_1(capsys):

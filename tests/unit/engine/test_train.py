@@ -277,6 +277,7 @@ def test_no_rank_steps_when_one_of_them_fails_and_none_waits_for_ever(train, mak
     batch = make_batch(LENGTHS)
     models, errors = train(batch.split(3), torch.float64, wrap=poison(42, 1, float("nan")))
     assert [type(error) for error in errors] == [PeerFailedError, PeerFailedError, NotFiniteError]
+    assert all(error.is_of_update for error in errors), "all can go on without the step"
     assert all(untouched(model, named_weights(make_policy())) for model in models)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 from typing import cast
 
 import pytest
@@ -211,12 +212,39 @@ def test_in_bfloat16_a_tolerance_of_ones_own_is_that_of_the_mean(context, spec):
         worker.train(off_by(worker, dict.fromkeys(range(1, 71), 0.035)), 1)
 
 
-def test_logprobs_that_are_nan_are_called_so_and_not_off_policy(worker):
+def test_logprobs_that_are_nan_are_called_so_and_not_off_policy_and_such_weights_are_not_saved(context, spec, tmp_path):
+    said = []
+    worker = ActorWorker(dataclasses.replace(context, say=said.append), spec, actor_loss_of(spec.config))
     batch = cut(judged(worker))
     with torch.no_grad():
         worker.engine.model.get_output_embeddings().weight[0, 0] = float("nan")
-    with pytest.raises(NotFiniteError, match=r"the loss is nan for prompt 4[01]"):
-        worker.train(batch, 1)
+    before = {name: weight.clone() for name, weight in worker.engine.weights.items()}
+    metrics = worker.train(batch, 7).scalars()
+    assert metrics.keys() == {"not_finite", "mfu"}
+    assert [line.partition(" prompt 4")[0] for line in said] == ["step 7: the loss is nan for"]
+    after = worker.engine.weights
+    assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+    with pytest.raises(NotFiniteError, match=r"lm_head.weight: NaN or infinite, so that nothing is saved"):
+        worker.save(tmp_path / "saved", tmp_path / "state.safetensors", False)
+
+
+def test_a_mini_batch_whose_loss_is_not_finite_is_left_out_and_the_others_are_learned_from(context, spec):
+    weights = []
+    for is_poisoned in (False, True):
+        loss, num_passes = actor_loss_of(spec.config), itertools.count()
+
+        class Poisoned:
+            def __call__(self, outputs, inputs, loss=loss, num_passes=num_passes, is_poisoned=is_poisoned):
+                total, metrics = loss(outputs, inputs)
+                return total * (float("inf") if is_poisoned and next(num_passes) == 0 else 1.0), metrics
+
+        worker = ActorWorker(context, spec, Poisoned())
+        batches = cut(judged(worker))
+        parts = batches.parts * (1 + is_poisoned)
+        metrics = worker.train(dataclasses.replace(batches, parts=parts, denominators=batches.denominators * 2), 1)
+        assert ("not_finite" in metrics) is is_poisoned
+        weights.append({name: weight.clone() for name, weight in worker.engine.weights.items()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,12 +1,23 @@
+"""How often a run goes on after it has lost a process, and what of its roles is made again."""
+
+import asyncio
+
 import pytest
 
+from rallypoint.cluster import broadcast
+from rallypoint.cluster.inline import InlineRuntime
+from rallypoint.config import load_config
 from rallypoint.errors import WorkerDiedError
-from rallypoint.journal import Journal, RoleLost, RolesRestarted, Said, read_journal
+from rallypoint.journal import Journal, RoleLost, RolesRestarted, Said, StepDone, read_journal
+from rallypoint.prepare.machine import pools_of
+from rallypoint.roles.placement import Placement, SharedFolder
 from rallypoint.roles.supervisor import Supervisor
 
 
-def death(step, rank=0):
-    return WorkerDiedError("rollout", rank, "advance", "it was killed", step=step, pid=7, node="n")
+def death(step, rank=0, *, is_preempted=False):
+    died = WorkerDiedError("rollout", rank, "advance", "it was killed", step=step, pid=7, node="n")
+    died.is_preempted = is_preempted
+    return died
 
 
 def events(tmp_path):
@@ -28,25 +39,120 @@ def test_a_loss_and_the_way_back_are_recorded_and_said_in_a_line_each(tmp_path):
     ]
 
 
-def test_the_same_call_of_the_same_step_is_lost_three_times_and_the_run_ends(tmp_path):
-    supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
-    supervisor.lost(death(step=3))
-    supervisor.lost(death(step=3, rank=1))
-    supervisor.lost(death(step=3))
-    with pytest.raises(WorkerDiedError, match="at step 3"):
-        supervisor.lost(death(step=3))
-    *_, lost, said = events(tmp_path)
-    assert isinstance(lost, RoleLost), "the last one is recorded, too"
-    assert said.text == "the run ends: rollout rank 0 was lost in advance for the third time"
+def done(step):
+    return StepDone(step=step, metrics={}, digests={}, seconds=1.0)
 
 
-def test_ten_losses_an_hour_are_survived_and_an_eleventh_is_not(tmp_path):
-    now = 0.0
-    supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"), clock=lambda: now)
-    for step in range(10):
-        supervisor.lost(death(step))
-    now = 3601.0
-    for step in range(10, 20):
-        supervisor.lost(death(step))
-    with pytest.raises(WorkerDiedError, match="at step 20"):
-        supervisor.lost(death(20))
+TEN = [death(2, rank) for rank in range(10)]
+LOSSES = {
+    "the third in one call of a step": ([death(3), death(3, rank=1), death(3)], death(3)),
+    "the third in one call without a further step": ([done(3), death(None), death(4)], death(None)),
+    "a step done again is no further one": ([done(3), death(4), done(3), death(4), done(3)], death(4)),
+    "each step anew": ([event for step in range(1, 5) for event in (death(step), death(step), done(step))], None),
+    "validation after validation": ([event for step in range(1, 9) for event in (death(None), done(step))], None),
+    "the eleventh within an hour": (TEN, death(1, 10)),
+    "ten within an hour, and ten more": ([*TEN, 3601.0, *TEN], None),
+    "taken back, as often as it is": ([death(3, is_preempted=True)] * 40, None),
+    "taken back does not count": ([death(3, is_preempted=True)] * 10 + TEN, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_run_goes_on_after_losses_within_its_budget(tmp_path, name):
+    survived, last = LOSSES[name]
+    now, journal = 0.0, Journal(tmp_path / "journal.jsonl")
+    supervisor = Supervisor(journal, clock=lambda: now)
+    for event in survived:
+        if isinstance(event, float):
+            now = event
+        elif isinstance(event, WorkerDiedError):
+            supervisor.lost(event)
+        else:
+            journal.append(event)
+    if last is not None:
+        with pytest.raises(WorkerDiedError) as caught:
+            supervisor.lost(last)
+        assert caught.value is last
+        *_, lost, said = events(tmp_path)
+        assert isinstance(lost, RoleLost), "the last one is recorded, too"
+        assert said.text.startswith("the run ends: ")
+
+
+class Score:
+    """A worker without a state, which can be told to have died."""
+
+    def __init__(self, context, spec):
+        self.context = context
+
+    @broadcast
+    def rank(self):
+        return self.context.rank
+
+
+class DyingRuntime(InlineRuntime):
+    """Threads, of which new ones die while they start, as often as is said."""
+
+    deaths = 0
+
+    async def processes(self, pool):
+        found = await super().processes(pool)
+        if self.deaths:
+            self.deaths -= 1
+            raise WorkerDiedError("pool 'main'", 0, "its start", "it was killed")
+        return found
+
+
+def lose_one(tmp_path, num_deaths, refill=None):
+    """Lose a process, and others while it is started again; return what the rank says after that."""
+    config = load_config("digits", ["cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side"]).config
+
+    async def scenario():
+        runtime = DyingRuntime(log_folder=tmp_path)
+        pools = pools_of(config)
+        supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
+        placement = Placement(config, runtime, pools, "", SharedFolder.marked(tmp_path), None, supervisor)
+        try:
+            group = await placement.group("rollout", Score)
+            if refill is not None:
+                placement.refillers["rollout"] = refill
+                refill.group = group
+            lost = group.processes[0]
+            lost.info = lost.info.__class__("gone", "gone", 1)
+            runtime.deaths = num_deaths
+            await placement.restore(WorkerDiedError("rollout", 0, "score", "it was killed", pid=1, node="gone"))
+            assert lost.ended
+            return await group.call(Score.rank)
+        finally:
+            await runtime.shutdown()
+
+    return asyncio.run(scenario())
+
+
+def test_a_process_that_dies_while_it_is_started_again_is_one_more_loss(tmp_path):
+    assert lose_one(tmp_path, 2) == 0
+    assert [type(event) for event in events(tmp_path) if not isinstance(event, Said)] == [
+        RoleLost,
+        RoleLost,
+        RoleLost,
+        RolesRestarted,
+    ]
+
+
+def test_processes_that_die_at_every_start_use_the_budget_up(tmp_path):
+    with pytest.raises(WorkerDiedError, match="pool 'main' rank 0 died during its start"):
+        lose_one(tmp_path, 3)
+
+
+def test_a_process_that_dies_before_it_has_what_the_others_have_is_made_again_once_more(tmp_path):
+    class Refill:
+        asked = 0
+
+        async def refill(self, ranks):
+            self.asked += 1
+            if self.asked == 1:
+                where = self.group.processes[0].info
+                raise WorkerDiedError("rollout", 0, "load", "it was killed", pid=where.pid, node=where.node)
+            assert list(ranks) == [0]
+
+    assert lose_one(tmp_path, 0, Refill()) == 0
+    assert [event.rank for event in events(tmp_path) if isinstance(event, RoleLost)] == [0, 0]
