@@ -1,6 +1,8 @@
 """Episodes that are plain functions may block: each rollout has a process, which ends at its deadline."""
 
+import asyncio
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 
 import rallypoint as rally
+from rallypoint.data.tokenizer import make_digits_tokenizer
+from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.run.folder import RunFolder
 
 ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
@@ -190,3 +194,16 @@ def test_a_run_ends_in_seconds_while_its_plain_episodes_hang(runs, tmp_path, mon
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 130, printed
     assert "episodes were busy for 5 s more" in printed
+
+
+def test_episodes_find_their_socket_where_the_folder_of_temporary_files_has_a_long_name(tmp_path, monkeypatch):
+    (folder := tmp_path / ("long" * 30)).mkdir()
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def opened():
+        episodes = PlainEpisodes(f"{tmp_path / 'plain.py'}:episode", make_digits_tokenizer())
+        await episodes.open()  # a name of more than some hundred bytes is refused here
+        await episodes.close()
+
+    asyncio.run(opened())
