@@ -62,7 +62,8 @@ def writing(folder: Path, step: int, *, durable: bool = True) -> Iterator[Path]:
     final, temporary, replaced = folder / name, folder / f".{name}.partial", folder / f".{name}.replaced"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        folder.mkdir(exist_ok=True)  # in that of the run, which nobody makes again if it is gone
+        temporary.mkdir()
         yield temporary
         _write_manifest(temporary, step)
         if durable:
@@ -151,6 +152,21 @@ def verify(checkpoint: Path) -> None:
     if named and int(named.group(1)) != step:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} is that of step {step}; {_REMEDY}")
     check_files(checkpoint, files, _REMEDY)
+
+
+def adopt(saved: Path, folder: Path) -> None:
+    """Move a whole checkpoint that was not flushed to the disk, a snapshot, among those that are.
+
+    Raises:
+        CheckpointError: the folder is not writable.
+    """
+    try:
+        sync_below(saved)
+        folder.mkdir(exist_ok=True)
+        saved.rename(folder / saved.name)
+        sync(folder)
+    except OSError as error:
+        raise CheckpointError(explain(folder / saved.name, error)) from error
 
 
 def prune(folder: Path, keep: int, *, best: int = 0) -> None:

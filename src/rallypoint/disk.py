@@ -1,22 +1,62 @@
-"""Writes that fail: errors that name the file, the reason, and the space that is needed and free."""
+"""Writes that fail: errors that name the file, the reason, and the space that is needed and free; and their voice."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rallypoint.errors import DiskError
+from rallypoint.errors import DiskError, first_line
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 """The system's error number in messages of libraries written in Rust."""
+
+
+_TELL_S = 60.0
+"""Seconds between two lines about the same outage."""
+
+
+@dataclasses.dataclass(slots=True)
+class Outage:
+    """A disk that takes no more, as its user sees it: a line a minute while that lasts, and one when it is over.
+
+    >>> outage = Outage(print, "its lines wait in memory", clock=iter([0.0, 30.0, 61.0]).__next__)
+    >>> for _ in range(3):
+    ...     outage.lasts(OSError("no room"))
+    no room; its lines wait in memory
+    no room; its lines wait in memory
+    >>> outage.ends("all lines are written")
+    all lines are written
+    >>> outage.ends("all lines are written")
+    """
+
+    say: Callable[[str], None]
+    meanwhile: str
+    """What happens until the disk takes something again."""
+    clock: Callable[[], float] = time.monotonic
+    _told: float | None = None
+
+    def lasts(self, error: Exception) -> None:
+        """Take note of a write that failed."""
+        now = self.clock()
+        if self._told is None or now - self._told >= _TELL_S:
+            self._told = now
+            self.say(f"{first_line(error)}; {self.meanwhile}")
+
+    def ends(self, text: str) -> None:
+        """Take note of a write that did not fail; the text is said if one did before."""
+        if self._told is not None:
+            self._told = None
+            self.say(text)
 
 
 def explain(path: str | os.PathLike[str], error: Exception, needed: int | None = None) -> str:

@@ -20,6 +20,7 @@ from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
 import rallypoint
+from rallypoint.cli.main import _TRY_AGAIN
 from rallypoint.config import RunConfig, leaves
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ FOLDER = ROOT / "examples" / "cluster"
 DOCUMENT = ROOT / "docs" / "cluster.md"
 MANIFESTS = sorted(FOLDER.glob("*.yaml"))
 SCRIPTS = [FOLDER / "slurm.sbatch", FOLDER / "submit.sh"]
+UNIT = FOLDER / "rally.service"
 KUBERNETES = "v1.32.0"
 
 # Long options of sbatch 22.05, from `sbatch --help`; newer versions know all of them.
@@ -83,7 +85,7 @@ def rally_commands() -> Iterator[tuple[Path, list[str]]]:
         for manifest in documents(path):
             if entrypoint := manifest["spec"].get("entrypoint"):
                 yield path, shlex.split(entrypoint)
-    for path in (*SCRIPTS, DOCUMENT):
+    for path in (*SCRIPTS, UNIT, DOCUMENT):
         for line in path.read_text().replace("\\\n", " ").splitlines():
             if re.search(r"\brally train |slurm\.sbatch |submit\.sh ", line):
                 yield path, line.lstrip("# ").split()
@@ -155,6 +157,29 @@ def test_the_pool_of_a_job_fits_its_workers_exactly(path: Path):
     gpus = limits.get("nvidia.com/gpu")
     assert pool == [int(gpus or limits["cpu"])] * workers["replicas"]
     assert ("cluster.device=cuda" in arguments) == (gpus is not None)
+
+
+@pytest.mark.parametrize(
+    ("file", "most_s"),
+    [
+        ("rayjob-cpu.yaml", r'name: RAY_JOB_STOP_WAIT_TIME_S, value: "(\d+)"'),
+        ("rayjob-gpu.yaml", r'name: RAY_JOB_STOP_WAIT_TIME_S, value: "(\d+)"'),
+        ("slurm.sbatch", r"--signal=B:USR1@(\d+)"),
+        ("rally.service", r"TimeoutStopSec=(\d+)"),
+    ],
+)
+def test_whoever_starts_a_run_again_resumes_it_and_waits_longer_than_its_grace_period(file: str, most_s: str):
+    text = (FOLDER / file).read_text()
+    (grace_s,), (waits_s,) = re.findall(r"\btrainer\.grace_s=(\d+)", text), re.findall(most_s, text)
+    assert int(grace_s) + 30 <= int(waits_s), "processes take their time to end, too"
+    assert re.search(r"trainer\.name=", text), "the same run each time"
+    assert re.search(r"^[^#]*--resume\b", text, flags=re.MULTILINE)
+
+
+def test_a_status_that_asks_for_another_try_is_the_one_that_is_waited_for():
+    for file, text in (("slurm.sbatch", "status == 75 "), ("rally.service", "RestartForceExitStatus=75\n")):
+        assert text in (FOLDER / file).read_text()
+    assert _TRY_AGAIN == 75
 
 
 def test_every_key_in_the_files_is_one_of_the_config():

@@ -38,6 +38,9 @@ STAND_INS = {
         echo "scancel: $*" >>events
         for pid in $(<step); do kill "$pid" 2>/dev/null; done
     """,
+    "scontrol": """
+        echo "scontrol: $*" >>events
+    """,
     "rally": """
         until joined=(joined-*) && ((${#joined[@]} == SLURM_JOB_NUM_NODES)); do sleep 0.02; done
         echo "rally: $*" >>events
@@ -104,7 +107,8 @@ def test_any_number_of_nodes_starts_joins_trains_and_leaves_in_this_order(job: P
     pool = ",".join("1" * num_nodes)
     assert trained == (
         f"rally: train digits cluster.address=127.0.0.1:4242 cluster.pools.main=[{pool}] "
-        f"cluster.num_cpus_per_process=8 trainer.runs_dir={job}/runs trainer.num_steps=3"
+        f"cluster.num_cpus_per_process=8 trainer.runs_dir={job}/runs trainer.grace_s=240 "
+        "trainer.name=rally-17 --resume trainer.num_steps=3"
     )
     assert happened.index(trained) == num_nodes + (num_nodes > 1)
     if num_nodes > 1:
@@ -133,17 +137,32 @@ def test_the_status_of_the_run_is_the_status_of_the_job(job: Path):
     assert_nothing_is_left(job)
 
 
-def test_a_term_lets_the_run_save_before_ray_is_stopped(job: Path):
+@pytest.mark.parametrize("status", [75, 1])
+def test_a_run_that_lost_a_process_is_queued_again_and_one_that_failed_is_not(job: Path, status: int):
+    assert run(job, "digits", STATUS=str(status))[0] == status
+    assert ("scontrol: requeue 17" in events(job)) == (status == 75)
+
+
+def test_the_folder_of_a_run_keeps_its_name(job: Path):
+    (job / "runs" / "one").mkdir(parents=True)
+    assert run(job, "runs/one")[0] == 0
+    (trained,) = (event for event in events(job) if event.startswith("rally"))
+    assert trained.endswith("trainer.grace_s=240 --resume")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_the_run_save_before_ray_is_stopped(job: Path, number: signal.Signals):
     process = start(job, "digits", num_nodes=2, STAYS="1")
     deadline = time.monotonic() + 60
     while not (job / "training").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 130
     happened = events(job)
+    assert ("scontrol: requeue 17" in happened) == (number == signal.SIGUSR1), "the time was up"
     assert happened.index("rally saves") < happened.index("worker stops") < happened.index("head stops")
     assert_nothing_is_left(job)
 

@@ -55,7 +55,7 @@ def names(folder):
 
 
 def test_a_checkpoint_holds_what_was_written_and_verifies(tmp_path):
-    checkpoint = write(tmp_path / "not" / "there" / "yet", 20)
+    checkpoint = write(tmp_path / "not_there_yet", 20)
     assert contents(checkpoint) == FILES
     verify(checkpoint)
     assert steps(checkpoint.parent) == [20]

@@ -10,11 +10,16 @@ Readers that subscribe get every event once it is written, in its order.
 Lines reach the operating system before `append` returns, so that a killed process loses none. At worst the last one is
 torn (no newline at its end): readers leave it out, and the next writer removes it. Nothing else is ever removed: a
 resume supersedes lines (`state.py`), and what a killed start did stays readable.
+
+While the disk takes nothing, lines wait in memory, in their order. `sync` raises until all are written, so no
+checkpoint counts before its journal does: what a kill would lose is what a resume does again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -27,8 +32,8 @@ from typing import Self, TypeAlias
 import xxhash
 
 from rallypoint import failpoints
-from rallypoint.disk import naming
-from rallypoint.errors import RunFolderError
+from rallypoint.disk import Outage, naming
+from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.journal.events import Event, Level, Said, event_of, fields_of
 
 _TAIL = 64 * 1024
@@ -67,14 +72,17 @@ class Journal:
         """
         self.path, self._clock = path, clock
         self._lock = threading.RLock()  # a reader may have something to say
-        self._readers: list[Reader] = []
+        self._readers: list[tuple[Reader, Outage]] = []
+        self._unwritten = bytearray()
+        self._outage = Outage(self.say, "its lines wait in memory")
         with naming(path):
             self._file = path.open("a+b", buffering=0)
             self._number, self._before = self._last()
 
     def subscribe(self, *readers: Reader) -> None:
-        """Give readers every event from now on."""
-        self._readers += readers
+        """Give readers every event from now on; one that cannot write what it makes of an event gets the next one."""
+        meanwhile = "training goes on, and the journal has all of it"
+        self._readers += [(reader, Outage(self.say, meanwhile)) for reader in readers]
 
     def say(self, text: str, *, level: Level = "note") -> None:
         """Append a message for the user; of a journal that is closed, readers get it still."""
@@ -90,11 +98,7 @@ class Journal:
             self._deliver(Entry(0, self._clock(), event))
 
     def append(self, *events: Event) -> None:
-        """Append events, a line each, in a single write.
-
-        Raises:
-            DiskError: the disk is full or not writable; what the write left of them is removed by the next writer.
-        """
+        """Append events, a line each; while the disk takes nothing they wait in memory, and `sync` raises."""
         with self._lock:
             number, before, lines, entries = self._number, self._before, list[bytes](), list[Entry]()
             for event in events:
@@ -104,28 +108,56 @@ class Journal:
                 line = json.dumps(head | fields_of(event), ensure_ascii=False, allow_nan=False).encode(errors="replace")
                 before = _hash(line)
                 lines.append(line + b"\n")
-            data = b"".join(lines)
-            with naming(self.path, len(data)):
-                if failpoints.armed is not None:
-                    for event in events:
-                        failpoints.fail(failpoints.armed.due(type(event).__name__, event))
-                self._file.write(data)
+            failure = None
+            try:
+                with naming(self.path):
+                    if failpoints.armed is not None:
+                        for event in events:
+                            failpoints.fail(failpoints.armed.due(type(event).__name__, event))
+            except DiskError as error:
+                failure = error
+            self._unwritten += b"".join(lines)
             self._number, self._before = number, before
+            try:
+                if failure is None:
+                    self._write()
+            except DiskError as error:
+                failure = error
             for entry in entries:
                 self._deliver(entry)
+            if failure is None:
+                self._outage.ends("the journal is written again, and complete")
+            else:
+                self._outage.lasts(failure)
+
+    def _write(self) -> None:
+        """Write all lines that wait.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        with naming(self.path, len(self._unwritten)):
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
 
     def _deliver(self, entry: Entry) -> None:
-        for reader in self._readers:
-            reader(entry)
+        for reader, outage in self._readers:
+            try:
+                reader(entry)
+            except DiskError as error:
+                outage.lasts(error)
 
     def sync(self) -> None:
         """Flush all lines to the disk, so that no power cut takes those before a checkpoint.
 
         Raises:
-            DiskError: the disk is full or not writable.
+            DiskError: the disk is full or not writable, or the file was moved away or removed.
         """
-        with naming(self.path):
+        with self._lock, naming(self.path):
+            self._write()
             os.fsync(self._file.fileno())
+            if not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
 
     @property
     def is_closed(self) -> bool:
@@ -133,15 +165,20 @@ class Journal:
         return self._file.closed
 
     def close(self) -> None:
-        """Close the file."""
-        with naming(self.path):
-            self._file.close()
+        """Close the file.
+
+        Raises:
+            DiskError: lines that waited could not be written.
+        """
+        with self._lock, contextlib.closing(self._file):
+            self._write()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with contextlib.nullcontext() if error is None else contextlib.suppress(DiskError):  # which may be that error
+            self.close()
 
     def _last(self) -> tuple[int, str]:
         """Return the number and the hash of the last whole line, and cut off what follows it."""

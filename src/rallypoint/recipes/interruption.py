@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import NoReturn
 
-_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+NOTICE = "SIGTERM"
+"""The signal of a scheduler, after which it kills."""
+_SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: NOTICE, signal.SIGHUP: "SIGHUP"}
 """Signals that ask a run to end, in a user's words: from a person, a scheduler, a closed terminal."""
 _SHOW_CURSOR = "\x1b[?25h"
 

@@ -4,6 +4,8 @@ Owns: what is saved when, and what of it is kept. Must not know: what a recipe's
 
 A snapshot is a checkpoint that is not flushed to the disk: it outlives every process of the run, but no power cut.
 There is one at most, in `snapshots/`. What it costs is measured, and the next one waits for 33 times as long.
+
+A checkpoint that cannot be written ends no run: the next steps try again, until more than two intervals would be lost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 
 from rallypoint import checkpoint
 from rallypoint.data import save_tokenizer
-from rallypoint.errors import CheckpointError
+from rallypoint.disk import Outage
+from rallypoint.errors import CheckpointError, DiskError
 from rallypoint.journal import CheckpointSaved
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import Spans
@@ -35,6 +38,10 @@ STATE = Path("training") / "state.json"
 """In a checkpoint: what is not a role's."""
 _MOST_OF_A_STEP = 0.03
 """Share of the time of steps that snapshots may take."""
+_MOST_LOST = 2
+"""Intervals of checkpoints that may be lost if a run ends while none can be written."""
+_LAST_S, _AGAIN_S = 600.0, 5.0
+"""Seconds that the end of a run waits for a disk, and from one try to the next."""
 
 
 def newest_state(folder: RunFolder) -> tuple[int, Path | None]:
@@ -59,12 +66,25 @@ class Saver:
     """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
     in_background: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread
     """Does what training need not wait for."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds that never go back."""
+    took_s: float = 0.0
+    """Seconds from the beginning of the newest checkpoint until it was whole."""
+    _is_owed: bool = False
+    """Whether a checkpoint was due and could not be written."""
+    _outage: Outage = dataclasses.field(init=False)
     _finishing: asyncio.Task[None] | None = None
     """Makes the newest checkpoint whole."""
-    _took_s: float = 0.0
+    _snapshot_took_s: float = 0.0
     """Seconds that the newest snapshot took."""
-    _since: float = dataclasses.field(default_factory=time.monotonic)
+    _since: float = dataclasses.field(init=False)
     """When the newest of checkpoints and snapshots was saved."""
+    _saved_at: float = dataclasses.field(init=False)
+    """When the newest checkpoint was begun."""
+
+    def __post_init__(self) -> None:
+        self._since = self._saved_at = self.clock()
+        self._outage = Outage(self.setup.journal.say, "training goes on, and each step tries again", self.clock)
 
     def validated(self, step: int, scalars: Mapping[str, float]) -> None:
         """Note how a validation went."""
@@ -78,6 +98,79 @@ class Saver:
         await self.recipe.restore(saved)
         self.recipe.go_on(state["step"], state)
 
+    async def after(self, step: int, *, is_last: bool, interrupted: asyncio.Event) -> None:
+        """Save what is due after a step: a checkpoint, or else a snapshot.
+
+        Args:
+            step: that is done.
+            is_last: whether none comes after it.
+            interrupted: set when somebody asks the run to end.
+
+        Raises:
+            CheckpointError: no checkpoint could be written for so long that the run should not go on.
+            DiskError: the same of the journal, which comes before its checkpoint.
+        """
+        if is_last:
+            await self.save_last(step, interrupted)
+            return
+        if self._finishing is not None and self._finishing.done():
+            await self._try(self.finish(), step)
+        if self._is_due(step):
+            await self._try(self.save(step), step)
+        else:
+            await self._snapshot(step)
+
+    def _is_due(self, step: int) -> bool:
+        config = self.setup.config.checkpoint
+        return (
+            self._is_owed
+            or step == self.best[0]
+            or step % self.setup.config.checkpoint_every_steps == 0
+            or (config.every_s is not None and self.clock() - self._saved_at >= config.every_s)
+        )
+
+    async def _try(self, saving: Awaitable[None], step: int) -> None:
+        """Save, or say why not and remember that it is owed.
+
+        Raises:
+            CheckpointError, DiskError: too much would be lost by now; the newest snapshot is a checkpoint then.
+        """
+        try:
+            await saving
+        except (CheckpointError, DiskError) as error:
+            self._is_owed = True
+            if step - self.saved > _MOST_LOST * self.setup.config.checkpoint_every_steps:
+                await self.rescue()
+                raise
+            self._outage.lasts(error)
+
+    async def save_last(self, step: int, interrupted: asyncio.Event) -> None:
+        """Write the last checkpoint, unless there is one; wait for a disk that does not take it, but not for ever.
+
+        Args:
+            step: the last one that is done.
+            interrupted: set when somebody asks the run to end, which ends the waiting, too.
+
+        Raises:
+            CheckpointError, DiskError: it could not be written; the newest snapshot is a checkpoint then.
+        """
+        deadline = self.clock() + _LAST_S
+        while True:
+            try:
+                await self.finish()
+                if self.saved < step:
+                    await self.save(step)
+                    await self.finish()
+            except (CheckpointError, DiskError) as error:
+                if interrupted.is_set() or self.clock() > deadline:
+                    await self.rescue()
+                    raise
+                self._outage.lasts(error)
+            else:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(interrupted.wait(), _AGAIN_S)
+
     async def save(self, step: int) -> None:
         """Write a checkpoint; `finish` returns once it is whole, and so visible.
 
@@ -86,17 +179,17 @@ class Saver:
 
         Raises:
             CheckpointError: the disk is full or not writable, for this one or the one before; nothing partial stays.
+            DiskError: the same of the journal.
         """
         await self.finish()
+        began = self.clock()
         with collect_spans() as spans, span("checkpoint"), contextlib.ExitStack() as stack:
             self.setup.journal.sync()
             await asyncio.to_thread(self.rollouts.flush)
             folder = stack.enter_context(checkpoint.writing(self.folder.checkpoints, step))
             await self._write(folder, step)
-            save_tokenizer(self.setup.material.tokenizer, folder)
-            self.record.write(folder)
             rest = stack.pop_all()
-        self._finishing = asyncio.create_task(self._finish(step, rest, spans))
+        self._finishing = asyncio.create_task(self._finish(step, rest, spans, began))
 
     async def finish(self) -> None:
         """Wait until the newest checkpoint is whole.
@@ -108,30 +201,36 @@ class Saver:
         if finishing is not None:
             await finishing
 
-    async def _finish(self, step: int, rest: contextlib.ExitStack, spans: Spans) -> None:
-        keep, folder = self.setup.config.checkpoint.keep, self.folder.checkpoints
+    async def _finish(self, step: int, rest: contextlib.ExitStack, spans: Spans, began: float) -> None:
         await self.in_background(rest.close)
-        await self.in_background(functools.partial(checkpoint.prune, folder, keep, best=self.best[0]))
-        self.saved, self._since = step, time.monotonic()
+        self._is_owed, self._saved_at, self.took_s = False, began, self.clock() - began
+        self._saved(step, spans.scalars())
+        keep, folder = self.setup.config.checkpoint.keep, self.folder.checkpoints
+        try:
+            await self.in_background(functools.partial(checkpoint.prune, folder, keep, best=self.best[0]))
+        except OSError as error:
+            self.setup.journal.say(f"old checkpoints stay: {error}", level="log")
+
+    def _saved(self, step: int, measured: Mapping[str, float]) -> None:
+        """Note that there is a checkpoint of a step."""
+        self.saved, self._since = step, self.clock()
         for older in checkpoint.steps(self.folder.snapshots):
             if older <= step:
                 shutil.rmtree(self.folder.snapshots / checkpoint.checkpoint_name(older), ignore_errors=True)
         with contextlib.suppress(OSError):  # unless there is a newer one
             self.folder.snapshots.rmdir()
-        weights = checkpoint.weights_digest(folder / checkpoint.checkpoint_name(step))
-        self.setup.journal.append(CheckpointSaved(step=step, weights=weights, metrics=spans.scalars()))
+        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
+        self.setup.journal.append(CheckpointSaved(step=step, weights=weights, metrics=measured))
+        self._outage.ends(f"the checkpoint of step {step} is saved")
 
-    async def snapshot(self, step: int) -> None:
-        """Write a snapshot after a step, if one is due and no checkpoint is.
+    async def _snapshot(self, step: int) -> None:
+        """Write a snapshot after a step, if it costs little.
 
         One that cannot be written is left out: a run that loses a process goes back further then.
         """
-        if self._finishing is not None and self._finishing.done():
-            await self.finish()  # which says now that the newest checkpoint could not be made whole
-        config, began = self.setup.config, time.monotonic()
-        is_saved = step % config.checkpoint_every_steps == 0 or step == config.trainer.num_steps
-        is_cheap = (began - self._since) * _MOST_OF_A_STEP >= self._took_s
-        if not config.checkpoint.snapshots or config.cluster.runtime == "inline" or is_saved or not is_cheap:
+        config, began = self.setup.config, self.clock()
+        is_cheap = (began - self._since) * _MOST_OF_A_STEP >= self._snapshot_took_s
+        if not config.checkpoint.snapshots or config.cluster.runtime == "inline" or not is_cheap:
             return
         try:
             with span("snapshot"), checkpoint.writing(self.folder.snapshots, step, durable=False) as folder:
@@ -139,10 +238,28 @@ class Saver:
             checkpoint.prune(self.folder.snapshots, 1)
         except (CheckpointError, OSError) as error:
             self.setup.journal.say(f"no snapshot: {error}", level="log")
-        self._since = time.monotonic()
-        self._took_s = self._since - began
+        self._since = self.clock()
+        self._snapshot_took_s = self._since - began
+
+    async def rescue(self) -> None:
+        """Make the newest snapshot a checkpoint, if it is newer: what can be saved without the roles."""
+        with contextlib.suppress(CheckpointError, DiskError):
+            await self.finish()
+        step = checkpoint.newest_whole(self.folder.snapshots)
+        if step <= self.saved:
+            return
+        try:
+            self.setup.journal.sync()
+            whole = self.folder.snapshots / checkpoint.checkpoint_name(step)
+            await self.in_background(functools.partial(checkpoint.adopt, whole, self.folder.checkpoints))
+        except (CheckpointError, DiskError) as error:
+            self.setup.journal.say(f"the snapshot of step {step} could not be saved either: {error}")
+        else:
+            self._saved(step, {})
 
     async def _write(self, folder: Path, step: int) -> None:
         (folder / "training").mkdir()
         await self.recipe.save(folder)
+        save_tokenizer(self.setup.material.tokenizer, folder)
+        self.record.write(folder)
         (folder / STATE).write_text(json.dumps({"step": step, **self.recipe.state}))

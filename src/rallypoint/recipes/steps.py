@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step
 from rallypoint.display import Progress
-from rallypoint.errors import NotFiniteError
+from rallypoint.errors import NotFiniteError, RallyError
 from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.prepare.data_notes import FirstScores
 from rallypoint.recipes.ending import Endings
-from rallypoint.recipes.interruption import Observer, interruptible
+from rallypoint.recipes.interruption import NOTICE, Observer, interruptible
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.recipes.saving import Saver
 from rallypoint.roles.actor import Actor
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _MOST_NOT_FINITE = 3
 """Steps in a row of which an update may be left out; with as many the run ends."""
+_SAVING, _SHARE_OF_GRACE = 2.0, 0.1
+"""Time of a grace period that is kept for saving: times of the newest checkpoint, but at least a share of it."""
 _NUM_SHOWN = 8
 """Rollouts of a step, of which a display shows one."""
 
@@ -52,6 +55,10 @@ class Steps:
     observer: Observer
     began_s: float
     """When it began, by the clock that only goes forward."""
+    deadline: float | None = None
+    """When what is under way is given up, by the clock of the event loop; None without a grace period."""
+    timer: asyncio.Timeout | None = None
+    """Ends what is under way then."""
     is_ending: bool = False
     """Whether somebody has asked it to end."""
     first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
@@ -101,38 +108,54 @@ class Steps:
 
     async def _steps(self, first: int, interrupted: asyncio.Event) -> bool:
         config = self.setup.config
-        num_steps, every = config.trainer.num_steps, config.checkpoint_every_steps
+        num_steps = config.trainer.num_steps
         for step in range(first + 1, num_steps + 1):
             if interrupted.is_set():
                 self.journal.say(f"interrupted after step {step - 1}", level="log")
-                await self._save_until(step - 1)
+                await self.saver.save_last(step - 1, interrupted)
                 return False
             try:
-                await self._step(step)
+                if not await self._in_time(self._step(step)):
+                    self.journal.say(f"step {step} is given up, and repeated by --resume: trainer.grace_s is over")
+                    await self.saver.rescue()
+                    return False
             except AbandonedError as error:
                 self.journal.say(f"step {step} is given up, and repeated by --resume: {error}")
-                await self._save_until(step - 1)
+                await self.saver.save_last(step - 1, interrupted)
                 return False
-            if step % config.validation.every_steps == 0 or step == num_steps:
-                await self._validate(step)
+            is_validated = step % config.validation.every_steps == 0 or step == num_steps
+            if is_validated and not await self._in_time(self._validate(step)):
+                self.journal.say(f"the validation after step {step} is left out: trainer.grace_s is over")
             if self.observer.after_step(step, self.newest):
                 interrupted.set()
             is_last = interrupted.is_set() or step == num_steps
-            if is_last or step == self.saver.best[0] or step % every == 0:
-                await self.saver.save(step)
-            else:
-                with at_step(step):
-                    await self.saver.snapshot(step)
+            with at_step(step):
+                await self.saver.after(step, is_last=is_last, interrupted=interrupted)
         return True
 
-    async def _save_until(self, step: int) -> None:
-        """Save the state after a step, unless it is saved."""
-        await self.saver.finish()
-        if self.saver.saved < step:
-            await self.saver.save(step)
+    async def _in_time(self, work: Awaitable[None]) -> bool:
+        """Return whether something ended before what is left of a grace period is needed for saving."""
+        try:
+            async with asyncio.timeout_at(self.deadline) as timer:
+                self.timer = timer
+                await work
+        except (TimeoutError, RallyError):
+            if not timer.expired():
+                raise
+            return False
+        finally:
+            self.timer = None
+        return True
 
     def _promise(self, signal: str) -> None:
         message = f"{signal}: what is under way is finished and saved, then the run ends; once more ends it at once"
+        grace_s = self.setup.config.trainer.grace_s
+        if grace_s is not None and signal == NOTICE:
+            left_s = max(0.0, grace_s - max(_SAVING * self.saver.took_s, _SHARE_OF_GRACE * grace_s))
+            message += f"; what takes longer than {left_s:.0f} s is given up"
+            self.deadline = asyncio.get_running_loop().time() + left_s
+            if self.timer is not None:
+                self.timer.reschedule(self.deadline)
         self.is_ending = True
         self.journal.say(message, level="end")
         self.recipe.hurry()

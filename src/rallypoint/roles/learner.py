@@ -140,7 +140,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
 
     @broadcast
     @with_lease(to_train=True)
-    def save(self, model_folder: Path, state_file: Path, durable: bool) -> None:
+    def save(self, model_folder: Path, state_file: Path, durable: bool) -> str:
         """Write the model (with LoRA, its adapters) in Hugging Face format, and the optimizer's state.
 
         Args:
@@ -148,8 +148,10 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             state_file: of the optimizer.
             durable: whether this rank flushes what it wrote to the disk.
 
+        Returns:
+            Empty, or why it could not be written, as of a full disk; all ranks agree then, and may go on.
+
         Raises:
-            CheckpointError: the disk is full or not writable.
             NotFiniteError: a weight, or what the optimizer knows of one, is NaN or infinite.
         """
         assert self.engine.optimizer is not None, "a learner always has one"
@@ -158,11 +160,15 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         how = Writing(durable=durable)
         with self.engine.shard.mesh.abandoned_on_error():
             _check_finite(state | {name: each for name, each in self.engine.weights.items() if each.requires_grad})
-            if self.config.model.lora is None:
-                save_model(self.engine.shard, model_folder, how=how)
-            else:
-                save_adapter(self.engine.shard, model_folder, base=self._path)
-            save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
+            try:
+                if self.config.model.lora is None:
+                    save_model(self.engine.shard, model_folder, how=how)
+                else:
+                    save_adapter(self.engine.shard, model_folder, base=self._path)
+                save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
+            except CheckpointError as error:
+                return str(error)
+        return ""
 
     @broadcast
     @with_lease(to_train=True)
@@ -230,10 +236,14 @@ class Learner(Generic[BatchT, WorkerT]):
 
         Ranks on this machine leave what they wrote in its memory, from where the saver flushes it while training goes
         on; of others it would not be known whether it is on a disk.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
         """
         is_here = all(process.info.node == platform.node() for process in self._group.processes)
         paths = folder / self.model_folder, self._state_file(folder)
-        await self._group.call(LearnerWorker.save, *paths, not is_here)
+        if why := await self._group.call(LearnerWorker.save, *paths, not is_here):
+            raise CheckpointError(why)
 
     async def restore(self, folder: Path) -> None:
         """Read both back from a checkpoint."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.engine import policy_outputs
+from rallypoint.errors import CheckpointError
 from rallypoint.journal import Journal
 from rallypoint.models import ModelShard, twin
 from rallypoint.roles.actor import Actor
@@ -74,10 +75,14 @@ class ReferenceWorker(FrozenWorker):
 
     @broadcast
     @with_lease()
-    def save(self, folder: Path, version: int) -> None:
-        """Write the weights; the first rank writes."""
+    def save(self, folder: Path, version: int) -> str:
+        """Write the weights; the first rank writes. Return what `LearnerWorker.save` does."""
         with self.engine.shard.mesh.abandoned_on_error():
-            published_folder.write(self.engine.shard, folder, version, base=self._path)
+            try:
+                published_folder.write(self.engine.shard, folder, version, base=self._path)
+            except CheckpointError as error:
+                return str(error)
+        return ""
 
 
 class Reference(FrozenModel[ReferenceWorker]):
@@ -113,9 +118,15 @@ class Reference(FrozenModel[ReferenceWorker]):
         return Metrics({"reference/version": Last(self.version)})
 
     async def save(self, folder: Path) -> None:
-        """Write the weights into a checkpoint, unless they are the initial policy's."""
-        if self._group is not None and self.version:
-            await self._group.call(ReferenceWorker.save, folder / _FOLDER, self.version)
+        """Write the weights into a checkpoint, unless they are the initial policy's.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
+        if self._group is None or not self.version:
+            return
+        if why := await self._group.call(ReferenceWorker.save, folder / _FOLDER, self.version):
+            raise CheckpointError(why)
 
     async def restore(self, folder: Path) -> None:
         """Read them back from a checkpoint."""

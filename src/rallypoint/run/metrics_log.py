@@ -8,12 +8,13 @@ JSON has no NaN and no infinity: such a value is written as null, and `not_finit
 
 Each line reaches the operating system before `write` returns: a killed process loses no line. At worst
 the last one is torn (no newline at its end), and then it is left out by readers and removed by the
-next writer. Several lines may belong to one step (training, then validation). The file is derived: what we show of a
-run is read from its journal.
+next writer. Lines that the disk does not take wait in memory. Several lines may belong to one step
+(training, then validation). The file is derived: what we show of a run is read from its journal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from rallypoint.disk import naming
-from rallypoint.errors import RunFolderError
+from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
@@ -41,6 +42,7 @@ class MetricsLog:
             clock: tells seconds.
         """
         self.path, self._clock = Path(path), clock
+        self._unwritten = bytearray()
         if self.path.exists():
             self._rewrite(_whole_lines(self.path))
         self._open()
@@ -62,16 +64,21 @@ class MetricsLog:
 
         Raises:
             ValueError: a scalar has one of the names that a line needs for itself.
-            DiskError: the disk is full or not writable.
+            DiskError: the disk is full or not writable; the line is written before the next one.
         """
         taken = sorted({STEP, TIME, NOT_FINITE} & scalars.keys())
         if taken:
             raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
         time_s = self._before_s + self._clock() - self._began
-        line = _encode(step, time_s, scalars)
-        with naming(self.path, len(line)):
-            self._file.write(line)
-            self._file.flush()
+        self._unwritten += _encode(step, time_s, scalars).encode()
+        self._write()
+
+    def _write(self) -> None:
+        with naming(self.path, len(self._unwritten)):
+            if self._file.closed:  # by a start that could not write it
+                self._file = self.path.open("ab", buffering=0)
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
 
     def sync(self) -> None:
         """Flush all lines to the disk, so that no power cut takes those of steps that a checkpoint has.
@@ -87,15 +94,17 @@ class MetricsLog:
 
         The new file takes the place of the old one at once: a kill in the middle leaves one or the other.
         """
-        self.close()
+        with contextlib.suppress(DiskError):
+            self.close()
+        self._unwritten.clear()
         kept = [line for line, record in _records(self.path) if 0 < step >= record[STEP]]
         self._rewrite(kept)
         self._open()
 
     def close(self) -> None:
         """Close the file."""
-        with naming(self.path):  # what could not be written is tried once more
-            self._file.close()
+        with contextlib.closing(self._file):
+            self._write()
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +117,7 @@ class MetricsLog:
     def _open(self) -> None:
         """Open for appending, and count the time from where the last line stopped."""
         with naming(self.path):
-            self._file = self.path.open("a", encoding="utf-8", newline="\n")
+            self._file = self.path.open("ab", buffering=0)
         records = _records(self.path)
         self._before_s = records[-1][1][TIME] if records else 0.0
         self._began = self._clock()

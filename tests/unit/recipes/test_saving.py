@@ -8,7 +8,7 @@ import pytest
 from rallypoint import checkpoint
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.errors import CheckpointError
-from rallypoint.journal import CheckpointSaved, Journal, read_journal
+from rallypoint.journal import CheckpointSaved, Journal, Said, read_journal
 from rallypoint.recipes.saving import Saver
 from rallypoint.run.folder import RunFolder
 
@@ -48,10 +48,14 @@ class Background:
 def saver(tmp_path):
     """Return a function that makes a saver."""
 
-    def make(background=None):
+    def make(background=None, every_s=None):
         run = RunFolder(tmp_path)
-        settings = {"keep": 2, "keep_best": False, "snapshots": True}
-        config = types.SimpleNamespace(checkpoint=types.SimpleNamespace(**settings))
+        settings = {"keep": 2, "keep_best": False, "snapshots": True, "every_s": every_s}
+        config = types.SimpleNamespace(
+            checkpoint=types.SimpleNamespace(**settings),
+            checkpoint_every_steps=2,
+            cluster=types.SimpleNamespace(runtime="ray"),
+        )
         material = types.SimpleNamespace(tokenizer=make_digits_tokenizer())
         setup = types.SimpleNamespace(journal=Journal(run.journal), config=config, material=material)
         files = types.SimpleNamespace(flush=lambda: None)
@@ -113,8 +117,92 @@ def test_what_fails_behind_is_raised_at_the_next_save_and_nothing_partial_is_vis
         await one.finish()
         assert checkpoint.steps(one.folder.checkpoints) == [2, 8]
 
-    async def failing(act):
-        raise CheckpointError("step_000006 cannot be written: No space left on device")
+    asyncio.run(run())
+
+
+async def failing(_act):
+    raise CheckpointError("step_000006 cannot be written: No space left on device")
+
+
+def said(saver):
+    return [e.event.text for e in read_journal(saver.folder.journal) if isinstance(e.event, Said)]
+
+
+def test_what_cannot_be_saved_is_tried_again_after_each_step_and_said_once_a_minute(saver):
+    async def run():
+        one, interrupted = saver(), asyncio.Event()
+        times = [0.0]
+        one.clock = one._outage.clock = lambda: times[0]
+        tried = []
+
+        async def full(folder):
+            tried.append(folder.name)
+            raise CheckpointError("model.safetensors cannot be written: No space left on device")
+
+        one.recipe.save, saves = full, one.recipe.save
+        for step in (1, 2, 3, 4):
+            times[0] += 25
+            await one.after(step, is_last=False, interrupted=interrupted)
+        assert tried == [f".step_00000{step}.partial" for step in (2, 3, 4)]
+        again = "training goes on, and each step tries again"
+        assert [text for text in said(one) if again in text] == [
+            f"model.safetensors cannot be written: No space left on device; {again}"
+        ]
+        one.recipe.save = saves
+        times[0] += 25
+        await one.after(5, is_last=False, interrupted=interrupted)
+        await one.finish()
+        assert (one.saved, said(one)[-1]) == (5, "the checkpoint of step 5 is saved")
+        one.recipe.save = full
+        for step in range(6, 10):
+            await one.after(step, is_last=False, interrupted=interrupted)
+        with pytest.raises(CheckpointError, match="No space left"):  # three intervals of two steps
+            await one.after(10, is_last=False, interrupted=interrupted)
+
+    asyncio.run(run())
+
+
+def test_a_run_that_can_save_nothing_more_leaves_its_newest_snapshot_as_a_checkpoint(saver):
+    async def run():
+        one, interrupted = saver(), asyncio.Event()
+        await one.after(1, is_last=False, interrupted=interrupted)
+        assert checkpoint.steps(one.folder.snapshots) == [1]
+        one.recipe.save = failing
+        interrupted.set()
+        with pytest.raises(CheckpointError, match="No space left"):
+            await one.after(2, is_last=True, interrupted=interrupted)
+        assert (one.saved, journalled(one)) == (1, [1])
+        checkpoint.verify(one.folder.checkpoints / "step_000001")
+        assert (one.folder.checkpoints / "step_000001" / "training" / "run.json").is_file(), "it can be resumed from"
+
+    asyncio.run(run())
+
+
+def test_no_checkpoint_is_newer_than_its_journal(saver):
+    async def run():
+        one = saver()
+        moved = one.folder.journal.rename(one.folder.path / "elsewhere")
+        await one.after(2, is_last=False, interrupted=asyncio.Event())
+        await one.finish()
+        assert checkpoint.visible(one.folder.checkpoints) == []
+        moved.rename(one.folder.journal)
+        await one.after(3, is_last=False, interrupted=asyncio.Event())
+        await one.finish()
+        assert checkpoint.steps(one.folder.checkpoints) == [3]
+        assert "journal.jsonl cannot be written: No such file" in said(one)[0]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_is_also_due_by_time(saver):
+    async def run():
+        one, now = saver(every_s=60), [0.0]
+        one.clock, one._saved_at = lambda: now[0], 0.0
+        for step, seconds in ((1, 30), (3, 61), (5, 90), (7, 125)):
+            now[0] = seconds
+            await one.after(step, is_last=False, interrupted=asyncio.Event())
+            await one.finish()
+        assert journalled(one) == [3, 7]
 
     asyncio.run(run())
 

@@ -17,6 +17,13 @@ class CheckpointConfig(Section):
         unit="steps",
         help="Also after the last step and when interrupted; null: a tenth of the run, but from 5 to 20 steps.",
     )
+    every_s: float | None = key(
+        None,
+        hidden=True,
+        above=0,
+        unit="s",
+        help="Also when a step ends so long after the newest checkpoint; null: by steps only.",
+    )
     keep: int = key(2, at_least=1, help="Older checkpoints are removed.")
     keep_best: bool = key(
         False, help="Save after each validation that is better than all before it, and never remove the best."
@@ -71,6 +78,13 @@ class TrainerConfig(Section):
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
     profile: str | None = key(
         None, hidden=True, help="Steps that torch's profiler records into profile/, first and last, such as 3:5."
+    )
+    grace_s: float | None = key(
+        None,
+        hidden=True,
+        above=0,
+        unit="s",
+        help="Seconds from SIGTERM to the end: a step that takes too long is given up; null: it is finished.",
     )
 
     @property
