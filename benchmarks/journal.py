@@ -9,6 +9,7 @@ the processor time of all threads then, since a tracker has one of its own.
 from __future__ import annotations
 
 import collections
+import importlib
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rallypoint.extras import is_installed
-from rallypoint.journal import Event, Journal, StepDone, read_journal
+from rallypoint.journal import Event, Journal, RunBegan, StepDone, read_journal
 from rallypoint.observability.tracker_clients import open_trackers
 from rallypoint.observability.trackers import Tracked
 from rallypoint.run.folder import RunFolder
@@ -45,18 +46,21 @@ def main(run: Path) -> None:
 
 
 def seconds_with_readers(events: Sequence[Event]) -> float:
-    """Return the processor time of a journal with all that reads it while a run goes on."""
+    """Return the processor time of a journal with all that reads it while a run goes on, its imports left out."""
+    if is_installed("tensorboard"):
+        importlib.import_module("torch.utils.tensorboard")
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
         folder.logs.mkdir()
         began = time.process_time()
         with Journal(folder.journal) as journal, MetricsLog(folder.metrics) as metrics:
             names = ["tensorboard"] if is_installed("tensorboard") else []
-            trackers = open_trackers(names, Tracked(folder.path, "benchmark", 0, {}), journal)
+            config = next(event.config for event in events if isinstance(event, RunBegan))
+            trackers = open_trackers(names, Tracked(folder.path, "benchmark", 0, config), journal)
             journal.subscribe(folder.take, metrics.take, trackers.take)
             for event in events:
                 journal.append(event)
-            trackers.close()
+            trackers.close()  # once all is written
         return time.process_time() - began
 
 

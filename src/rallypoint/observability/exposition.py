@@ -1,8 +1,8 @@
-"""A run's newest numbers as text that Prometheus scrapes, in its exposition format 0.0.4.
+"""The newest numbers of runs as text that Prometheus scrapes, in its exposition format 0.0.4.
 
 Owns: names there. A metric has the characters that Prometheus allows, and its own name as a label.
 
->>> print(exposition("first", 3, {"reward/mean": 0.5}), end="")
+>>> print(exposition({"first": (3, {"reward/mean": 0.5})}), end="")
 # TYPE rallypoint_step gauge
 rallypoint_step{run="first"} 3
 # TYPE rallypoint_reward_mean gauge
@@ -20,23 +20,21 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ODD = re.compile(r"[^a-zA-Z0-9_]")
 
 
-def exposition(run: str, step: int, metrics: Mapping[str, float]) -> str:
+def exposition(runs: Mapping[str, tuple[int, Mapping[str, float]]]) -> str:
     """Return the text.
 
     Args:
-        run: name of the run, a label of each line.
-        step: its newest one.
-        metrics: newest value of each, as `metrics.jsonl` names them.
+        runs: name of each, a label of its lines -> its newest step, and the newest value of each metric, as
+            `metrics.jsonl` names them.
     """
-    quoted = _quoted(run)
-    lines = ["# TYPE rallypoint_step gauge", f'rallypoint_step{{run="{quoted}"}} {step}']
     by_name = defaultdict[str, list[str]](list)
-    for name, value in metrics.items():
-        known = f"rallypoint_{_ODD.sub('_', name)}"
-        by_name[known].append(f'{known}{{run="{quoted}",name="{_quoted(name)}"}} {_written(value)}')
-    for known, samples in by_name.items():
-        lines += [f"# TYPE {known} gauge", *samples]
-    return "\n".join(lines) + "\n"
+    for run, (step, metrics) in runs.items():
+        quoted = _quoted(run)
+        by_name["rallypoint_step"].append(f'rallypoint_step{{run="{quoted}"}} {step}')
+        for name, value in metrics.items():
+            known = f"rallypoint_{_ODD.sub('_', name)}"
+            by_name[known].append(f'{known}{{run="{quoted}",name="{_quoted(name)}"}} {_written(value)}')
+    return "".join(f"# TYPE {known} gauge\n" + "\n".join(samples) + "\n" for known, samples in by_name.items())
 
 
 def _quoted(text: str) -> str:

@@ -26,6 +26,7 @@ from rallypoint.errors import EndpointError, RallyError
 from rallypoint.observability.exposition import exposition
 from rallypoint.page.answers import STATIC, answer, to_json
 from rallypoint.page.run_reader import RunReader
+from rallypoint.run.metrics_log import STEP
 from rallypoint.run.rollouts import rollout_files
 from rallypoint.serving import LOOPBACK, Access, Server, bind, check_keys, numbers_route, with_errors
 
@@ -99,10 +100,12 @@ def make_page(runs: Sequence[RunReader], access: Access) -> Starlette:
         return StreamingResponse(_changes(runs), media_type="text/event-stream")
 
     def measured() -> str:
-        first = runs[0]
-        first.refresh()
-        newest = {name: value for metrics in first.steps.values() for name, value in metrics.items()}
-        return exposition(first.name, first.state.step, newest)
+        found = dict[str, tuple[int, dict[str, float]]]()
+        for run in runs:
+            run.refresh()
+            newest = {name: value for metrics in run.steps.values() for name, value in metrics.items() if name != STEP}
+            found[run.name] = run.state.step, newest
+        return exposition(found)
 
     routes = [
         Route("/", page),

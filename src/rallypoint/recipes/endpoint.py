@@ -127,7 +127,7 @@ class Endpoint:
 
     def measured(self) -> str:
         """Return the newest numbers as Prometheus reads them."""
-        return exposition(self._folder.path.name, self._step, self._metrics)
+        return exposition({self._folder.path.name: (self._step, self._metrics)})
 
     def _hear_end(self) -> None:
         """Say so if the server has ended by itself; called in its thread."""

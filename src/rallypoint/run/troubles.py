@@ -362,7 +362,7 @@ def _of_clock(story: _Story) -> Iterator[Trouble]:
 
 
 def _of_prompts(folder: Path) -> Iterator[Trouble]:
-    """Prompts whose rollouts never earned more than the lowest score, while those of others did."""
+    """Prompts of several groups that never earned more than the lowest score, while others did."""
     files = dict(list(rollout_files(folder).items())[-_MOST_FILES:])
     best, groups = dict[str, float](), defaultdict[str, set[int]](set)
     lowest = math.inf
@@ -375,13 +375,14 @@ def _of_prompts(folder: Path) -> Iterator[Trouble]:
                 best[name] = max(score, best.get(name, -math.inf))
                 lowest = min(lowest, score)
                 groups[name].add(index)
-    never = [name for name, score in best.items() if score <= lowest]
-    if not never or len(never) < 0.3 * len(best) or len(never) == len(best) or len(best) < 8:
+    known = [name for name in best if len(groups[name]) > 1]
+    never = [name for name in known if best[name] <= lowest]
+    if len(known) < 4 or not 0.3 * len(known) <= len(never) < len(known):
         return
     num_groups = sum(len(groups[name]) for name in never)
     said = (
-        f"{len(never) / len(best):.0%} of {counted(len(best), 'prompt')} earned {number(lowest)}, the lowest score, in "
-        f"all of {counted(num_groups, 'group')}: {', '.join(never[:3])}"
+        f"{len(never) / len(known):.0%} of {counted(len(known), 'prompt')} earned {number(lowest)}, the lowest score, "
+        f"in all of {counted(num_groups, 'group')}: {', '.join(never[:3])}"
     )
     advice = "leave them out of data.train, or set rollout.dynamic_sampling; is their ground truth right?"
     yield Trouble("watch", "prompts that nobody solves", said, advice, min(files), max(files))

@@ -174,6 +174,19 @@ def test_a_killed_run_a_growing_one_and_a_damaged_one_open(tmp_path):
     assert client.get("/api/rollouts?step=1").json()["total"] == 16
 
 
+def test_prometheus_reads_the_newest_numbers_of_each_run(planted):
+    runs = [planted["sound"], planted["empty"]]
+    told = TestClient(make_page(runs, Access(keys=(), hosts=("testserver",), max_body_bytes=1))).get("/metrics")
+    lines = told.text.splitlines()
+    assert [line for line in lines if line.startswith("rallypoint_step{")] == [
+        'rallypoint_step{run="sound"} 12',
+        'rallypoint_step{run="empty"} 48',
+    ]
+    assert 'rallypoint_actor_lr{run="empty",name="actor/lr"} 1e-06' in lines
+    typed = [line for line in lines if line.startswith("# TYPE")]
+    assert len(typed) == len(set(typed))
+
+
 def test_who_may_look_and_what_the_browser_may_load(tmp_path):
     run = RunReader(planted_run(tmp_path, num_steps=1, **SHAPE))
     open_to_all = TestClient(make_page([run], Access(keys=(), hosts=("testserver",), max_body_bytes=1)))

@@ -6,6 +6,7 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from planted_runs import SLOW_RANK, planted_run
 from typer.testing import CliRunner
 
 from rallypoint.cli.main import app
@@ -177,6 +178,23 @@ def test_a_fall_of_the_reward_is_dated_to_the_steps_in_which_it_fell():
 def test_a_clock_that_was_set_back_is_named_with_its_line():
     said = found(BEGAN, *steps(3), times=[100.0, 110.0, 75.0, 85.0])["clock was set back"].evidence
     assert said == "35.0 s back at line 2 of journal.jsonl"
+
+
+def test_the_fault_of_each_planted_run_is_found(tmp_path):
+    kinds = {"hot": 80, "straggler": 12, "empty": 48, "impossible": 12, "sound": 12}
+    of_run = {}
+    for kind, num in kinds.items():
+        path = planted_run(tmp_path, kind, num_steps=num, last="finished", prompts=4, group=4)
+        of_run[kind] = {one.words: one for one in troubles_of(path)}
+    faults = {
+        "hot": "reward fell",
+        "straggler": f"rollout rank {SLOW_RANK} is slow",
+        "empty": "answers vanish, and earn more",
+        "impossible": "prompts that nobody solves",
+    }
+    for kind, words in faults.items():
+        assert [other for other, found in of_run.items() if words in found] == [kind]
+    assert "actor/approx_kl 0.0193 -> 0.300 from step 60 on" in of_run["hot"]["reward fell"].evidence
 
 
 def write_rollouts(folder, step, rows):
