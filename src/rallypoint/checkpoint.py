@@ -7,7 +7,7 @@ pickle.
     checkpoints/step_000020/
         config.json  model.safetensors  tokenizer.json ...   the actor: an ordinary Hugging Face folder
         critic/                                              the critic: another one
-        training/                                            what resuming needs besides
+        training/                                            what only resuming needs
         manifest.json
 """
 

@@ -60,7 +60,7 @@ class Outage:
 
 
 def explain(path: str | os.PathLike[str], error: Exception, needed: int | None = None) -> str:
-    """Say what cannot be written and why; on a full disk, also the space needed and free.
+    """Describe what cannot be written and why; on a full disk, also the space needed and free.
 
     Args:
         path: of the file or folder.

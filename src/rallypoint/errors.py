@@ -348,7 +348,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 
 class MembershipLostError(RendezvousError, ConnectionError):
-    """A member of a complete generation died or left, or this one was given up because it did not renew."""
+    """A member of a complete generation died or left, or this one was expelled because it did not renew."""
 
 
 class RendezvousUnreachableError(RendezvousError, ConnectionError):

@@ -38,7 +38,7 @@ def _missing(package: str, extra: str) -> str:
 
 
 def find_unusable(package: str, extra: str) -> str | None:
-    """Import a package, and say what is wrong if that fails; None if it can be used."""
+    """Import a package, and return what is wrong if that fails; None if it can be used."""
     if (missing := find_missing(package, extra)) is not None:
         return missing
     try:
@@ -49,7 +49,7 @@ def find_unusable(package: str, extra: str) -> str | None:
 
 
 def why_not(error: ImportError, packages: tuple[str, ...], extra: str) -> str:
-    """Say what is wrong after an import has failed that needs all of these packages."""
+    """Return what is wrong after an import has failed that needs all of these packages."""
     package = next((package for package in packages if package == str(error.name).partition(".")[0]), packages[0])
     if error.name == package and isinstance(error, ModuleNotFoundError):
         return _missing(package, extra)

@@ -33,7 +33,7 @@ class UserFunction:
     """A function as the text that it was read from: a process that it is sent to runs that text, and needs no file."""
 
     path: str
-    """Absolute; for messages, and for the files beside it where they are."""
+    """Absolute; for messages, and for the files in its folder."""
     name: str
     text: bytes = dataclasses.field(repr=False)
     """The whole file."""
@@ -72,7 +72,7 @@ class UserFunction:
         return f"{self.path}:{self.name}"
 
     def __call__(self, *arguments: object) -> object:
-        """Call the function, with its parameters besides.
+        """Call the function, with its parameters added to the arguments.
 
         Raises:
             UserCodeError: it raises, whatever it may be; the part of the traceback that is the user's is shown.
@@ -300,7 +300,7 @@ def _run(path: Path, text: bytes) -> ModuleType:
 
 
 def _check_siblings(path: Path, text: bytes) -> None:
-    """Refuse a file that imports one beside it, where its name stands for a module from elsewhere."""
+    """Refuse a file that imports another one of its folder whose name is also that of a module elsewhere."""
     for node in ast.walk(ast.parse(text)):
         imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:

@@ -2,7 +2,7 @@
 
 Owns: how to do this without padding and without a loop over rows. Invariants: all arithmetic is float64;
 numbers outside the mask are never read, so that a NaN there cannot leak; `sums_to_row_end` gives a row the
-same bits whichever rows stand beside it.
+same bits whichever other rows are in the batch.
 """
 
 from __future__ import annotations

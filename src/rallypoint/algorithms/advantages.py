@@ -168,7 +168,8 @@ def group_relative_turn_advantages(
 
     with the returns of `turn_returns`. What was earned before a turn is in neither, and the mean is that of rollouts
     that had come as far. With one turn a rollout it is GRPO. MT-GRPO (arXiv 2505.11821) adds up rewards that were
-    normalised turn by turn instead; dividing them apart would give a turn that hardly varies the weight of all others.
+    normalised turn by turn instead; dividing each turn by its own deviation would give one that hardly varies as much
+    weight as all others.
     A turn that only one rollout has, and turns whose returns differ by rounding alone, get exactly 0.
 
     Two rollouts of a group, of two turns and one:

@@ -103,7 +103,7 @@ def top_divergence(name: DistillationName, student: Tensor, teacher: Tensor) -> 
     vocabulary, 0 if and only if the two agree in every class, and equal to it where K is the vocabulary. Without that
     class a student could leave the K tokens altogether to please a reverse KL. A mass below 1e-5, which float32 hardly
     tells from the sum of the others, counts as 1e-5. No ratio weighs it: given what stands before a token, nothing here
-    depends on the token sampled, so it has no bias whoever sampled it.
+    depends on the token sampled, so it has no bias, whichever policy sampled it.
 
     >>> teacher = torch.tensor([[0.5, 0.25]]).log()  # and 0.25 elsewhere
     >>> top_divergence("reverse", torch.tensor([[0.25, 0.25]]).log(), teacher) / torch.tensor(2.0).log()

@@ -270,7 +270,7 @@ class ReinforcePlusPlusBaseline(ByScore):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GDPO(ByScore):
-    """Several rewards, normalised apart (arXiv 2601.05242): one with a large range does not drown the others.
+    """Several rewards, each normalised by itself (arXiv 2601.05242): one with a large range does not drown the others.
 
     Each is normalised in its group; their weighed sum is normalised over the rows of the step.
     """

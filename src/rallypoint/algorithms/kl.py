@@ -19,7 +19,7 @@ An estimator with the right value need not have the right gradient. In expectati
 All of them are 0 at the reference, whatever weighs tokens and rows. Where older weights have sampled, those in the loss
 are weighed with old / rollout by the corrections of the policy loss, or as it weighs itself back to the sampler.
 
-`rallypoint.testing.check_kl` holds each to it, on a policy whose responses can be enumerated.
+`tests/shared/loss_terms.py` holds each to it, on a policy whose responses can be enumerated.
 """
 
 from __future__ import annotations

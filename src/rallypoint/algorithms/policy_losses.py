@@ -1,4 +1,4 @@
-"""What the actor minimises: sums over trained tokens, and the numbers worth watching beside them.
+"""What the actor minimises: sums over trained tokens, and the metrics of each loss.
 
 Owns: the formulas, by the names of their papers. Must not know: denominators, which are global (all ranks, all
 micro-batches) and applied by the caller; coefficients; how tokens were cut into micro-batches. Invariants: a loss is

@@ -83,7 +83,7 @@ def weigh_valued(
     aggregation: AggregationName = "token",
     mask: RowMask = _ALL_TRAIN,
 ) -> tuple[ActorBatch, CriticBatch]:
-    """Weigh every token by an estimator with a critic, and say what the critic should have predicted.
+    """Weigh every token by an estimator with a critic, and return what the critic should have predicted.
 
     Returns are computed before whitening: the critic learns rewards in their own unit.
 

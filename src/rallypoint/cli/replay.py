@@ -110,7 +110,7 @@ def _effects(before: Computed, after: Computed) -> Iterator[tuple[float, list[st
 
 
 def _gap(old: float | None, new: float | None) -> float:
-    """Return how far two numbers are apart; 1 if only one is there."""
+    """Return the difference of two numbers; 1 if only one is there, or it is not finite."""
     gap = 1.0 if old is None or new is None else abs(old - new)
     return gap if math.isfinite(gap) else 1.0
 

@@ -57,7 +57,7 @@ class Node:
         return all(self.labels.get(name) == value for name, value in pool.labels.items())
 
     def room_for(self, pool: ResourcePool, taken: Mapping[str, float] | None = None) -> int:
-        """Return how many processes of a pool fit here, beside what is taken already."""
+        """Return how many processes of a pool fit into what is not taken yet."""
         if not self.has_labels_of(pool):
             return 0
         free = {name: self.resources.get(name, 0) - (taken or {}).get(name, 0) for name in pool.bundle}
@@ -84,7 +84,7 @@ def misfit(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, grows: bool 
 
 
 def advice(pools: Sequence[ResourcePool], nodes: Sequence[Node], *, is_local: bool) -> str:
-    """Say what to do about a misfit, by what is too little.
+    """Return the remedy for a misfit: it depends on which resource is too small.
 
     Args:
         pools: that do not fit on the nodes.
@@ -116,7 +116,7 @@ def _has_enough(name: str, pools: Sequence[ResourcePool], nodes: Sequence[Node])
 
 
 def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
-    """Draw what a pool wants beside what there is, node by node: the largest entry beside the roomiest node."""
+    """Draw a table of what a pool wants and what there is, by node: the largest entry beside the roomiest node."""
     wants = sorted(pool.processes_per_node, reverse=True)
     there = _roomiest_first(pool, nodes)
     rows = [("node", "wanted", "available", "")]
@@ -157,7 +157,7 @@ def _roomiest_first(pool: ResourcePool, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _side_by_side(pool: ResourcePool, nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """Return the processes wanted on a node beside the room there, for the best of all ways to choose the nodes."""
+    """Return (processes wanted, processes that fit) for each node, for the best of all ways to choose the nodes."""
     rooms = [node.room_for(pool) for node in _roomiest_first(pool, nodes)]
     wants = sorted(pool.processes_per_node, reverse=True)
     return list(itertools.zip_longest(wants, rooms[: len(wants)], fillvalue=0))

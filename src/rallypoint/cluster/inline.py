@@ -164,7 +164,7 @@ class InlineProcess:
 
 
 def _settle(pending: InlinePending, result: Any = None, error: BaseException | None = None) -> None:
-    """Give an answer, unless there is one: the thread may have been given up meanwhile."""
+    """Give an answer, unless there is one: the call may have been abandoned meanwhile."""
     with contextlib.suppress(InvalidStateError):
         if error is None:
             pending.handle.set_result(result)

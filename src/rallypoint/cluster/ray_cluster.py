@@ -213,7 +213,7 @@ class RayCluster:
 
 
 class _OwnCluster:
-    """What a cluster of our own has besides Ray: a private folder with its token, a mark, and a reaper."""
+    """What a cluster of our own has in addition to Ray: a private folder with its token, a mark, and a reaper."""
 
     def __init__(self, log_folder: Path, say: Say, silence_s: float) -> None:
         mark = secrets.token_hex(6)

@@ -93,7 +93,7 @@ class RayPending:
         return raised
 
     def _death(self, cause: RayError) -> WorkerDiedError | RayLostError:
-        """Say what died: the process of this call, one whose result was an argument of it, or their node."""
+        """Return what died: the process of this call, a process whose result was its argument, or their node."""
         it = self.invocation
         dead = self.process.runtime.process_of(cause.actor_id) if isinstance(cause, RayActorError) else None
         dead = dead or self.process

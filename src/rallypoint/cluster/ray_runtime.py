@@ -1,6 +1,6 @@
 """The runtime on Ray: every process of a pool is a Ray actor in a placement group.
 
-Ray places, starts and connects. Added here: a pool that cannot fit is refused at once, waits say what they wait for,
+Ray places, starts and connects. Added here: a pool that cannot fit is refused at once, a wait names what it waits for,
 errors name role, rank and call, and processes that hang are found.
 """
 
@@ -133,13 +133,13 @@ class RayRuntime:
                 # One bundle per node: Ray gives each bundle a node of its own, and processes share their node's.
                 labels = [dict(pool.labels)] * len(pool.node_bundles)
                 self._groups[pool] = await self._asked(
-                    f"Ray to take note of pool {pool.name!r}",
+                    f"Ray to register pool {pool.name!r}",
                     lambda: placement_group(pool.node_bundles, strategy="STRICT_SPREAD", bundle_label_selector=labels),
                 )
                 unless_all_goes_well.callback(self._give_back, pool)
             nodes = [node for node, count in enumerate(pool.processes_per_node) for _ in range(count)]
             processes = await self._asked(
-                f"Ray to take note of the processes of pool {pool.name!r}",
+                f"Ray to register the processes of pool {pool.name!r}",
                 lambda: [
                     self._process(pool, node) if before is None or before.ended else before
                     for node, before in itertools.zip_longest(nodes, running)
@@ -170,7 +170,7 @@ class RayRuntime:
             wait.look()
             if done or not (wait.is_due or wait.is_over):
                 continue
-            missing = await self._asked("Ray to say what is free", lambda: _missing(pool, group))
+            missing = await self._asked("Ray to report what is free", lambda: _missing(pool, group))
             missing = f"missing {missing or f'{len(pending)} of {len(new)} processes, which start'}"
             if wait.is_over:
                 raise NoPlaceError(
@@ -303,7 +303,7 @@ def _nodes(*, free: bool = False) -> list[Node]:
 
 
 def _missing(pool: ResourcePool, group: PlacementGroup) -> str | None:
-    """Return what a pool waits for, beside what is free now; None when it has its place."""
+    """Return what a pool waits for and what is free now; None once it is placed."""
     if placement_group_table(group)["state"] == "CREATED":
         return None
     wanted = " + ".join(f"{n} x ({amounts_text(pool.bundle)})" for n in pool.processes_per_node)

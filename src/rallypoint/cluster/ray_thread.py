@@ -3,7 +3,7 @@
 Ray's client waits without a deadline, and without handling signals, for two daemons: the raylet of this machine, which
 keeps the object store, and the GCS of the cluster, which knows places, names and ends. If one of them is stopped or
 gone, the calling thread does not return. So the driver's own threads never call Ray for that. They wait for this
-thread, say what they wait for, and raise at a limit.
+thread, report what they wait for, and raise at a limit.
 
 Consumes: questions, one after another. Waits for: Ray. Unblocked by: Ray's answer. Those who ask wait no longer than
 the limit, and then nothing is asked any more.

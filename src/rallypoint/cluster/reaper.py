@@ -1,8 +1,8 @@
 """A tiny process that ends and tidies what a Ray cluster leaves behind when its driver is gone.
 
 Owns the end of a cluster that rallypoint started, whether the driver shut it down or was killed with -9. It runs as a
-script (`python -I -S reaper.py ...`) beside the driver, in a session of its own, and sleeps until the driver says that
-it is done, or dies. It must know neither Ray nor rallypoint, and imports little, because it lives as long as a run.
+script (`python -I -S reaper.py ...`) on the driver's machine, in a session of its own, and sleeps until the driver
+says that it is done, or dies. It must know neither Ray nor rallypoint, and imports little: it lives as long as a run.
 
 A process belongs to the cluster if the cluster's mark stands in the environment it was started with. The driver sets
 the mark only while it starts Ray, so Ray's processes, its workers and whatever these start inherit it, and nobody

@@ -35,7 +35,7 @@ def open_stacks() -> int:
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy, beside this Python or on the PATH; None when it is not installed."""
+    """Return the path of py-spy, from this Python's folder or the PATH; None when it is not installed."""
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 

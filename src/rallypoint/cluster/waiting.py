@@ -1,4 +1,4 @@
-"""Waits that say what they wait for: "waiting for X for 20 s of 60; missing Y".
+"""Waits that report what they wait for: "waiting for X for 20 s of 60; missing Y".
 
 Owns the time that has passed, the limit, and the words. Never blocks: its user does, and looks here in between.
 """
@@ -79,7 +79,7 @@ class Wait:
         return max(0.0, min(self._next_s, self.limit_s) - self.waited_s)
 
     def line(self, detail: str = "") -> str:
-        """Return the line; `detail` says what is missing or known."""
+        """Return the line; `detail` is what is missing or known."""
         more = f"; {detail}" if detail else ""
         return f"waiting for {self.what} for {self.waited_s:.0f} s of {self.limit_s:g}{more}"
 

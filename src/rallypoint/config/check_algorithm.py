@@ -129,7 +129,7 @@ def _are_bounded(items: Sequence[CorrectionConfig]) -> bool:
 
 
 def _is_weighed_back(config: RunConfig) -> bool:
-    """Whether what is beside the policy loss is weighed back to the sampler: as that itself is, or by a correction."""
+    """Whether KL and entropy are weighed back to the sampler: as the policy loss itself is, or by a correction."""
     return _is_anchored(config) or _are_bounded(_weighing(config))
 
 

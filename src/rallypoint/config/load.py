@@ -214,7 +214,7 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
 
 
 def _explain_object(owner: str, info: FieldInfo, detail: ErrorDetails, source: Source) -> str:
-    """Say what is wrong inside a key that is a text or an object."""
+    """Return what is wrong inside a key that is a text or an object."""
     said = _said(owner, _value_at(source.values, owner.split(".")), source)
     inside = [str(part) for part in detail["loc"][owner.count(".") + 1 :]]
     return f"{said}: {'.'.join(inside) or 'it'}: {detail['msg'].lower()}; expected {expected(info)}"
@@ -257,7 +257,7 @@ def _unknown(parts: Sequence[str], found: object, source: Source) -> dict[str, s
 
 
 def expected(info: FieldInfo) -> str:
-    """Say what a key takes: its words, or its type with range and unit.
+    """Describe what a key takes: its words, or its type with range and unit.
 
     >>> expected(leaves(RunConfig)["actor.num_epochs"]), expected(leaves(RunConfig)["checkpoint.every_steps"])
     ('a whole number from 1 to 100', 'a whole number of at least 1 (steps) or null')
@@ -302,7 +302,7 @@ def _kinds(annotation: object) -> Iterator[type]:
 
 
 def _items(info: FieldInfo) -> str:
-    """Say what a list holds: texts, or so many numbers in a range."""
+    """Describe what a list holds: texts, or so many numbers in a range."""
     kinds = get_args(info.annotation)
     if found := _sections_in(info):
         return f"text, or a list of texts and of objects with the keys {', '.join(found.model_fields)}"

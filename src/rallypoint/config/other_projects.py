@@ -1,6 +1,6 @@
 """What verl, TRL, OpenRLHF and NeMo-RL call our keys, read from `other_projects.yaml`, which explains its own form.
 
-A name of theirs is not a key: it is refused, and the refusal says what to write instead (`suggest.py`). Whole configs
+A name of theirs is not a key: it is refused, and the error names ours (`suggest.py`). Whole configs
 are translated (`translate`).
 """
 

@@ -48,7 +48,7 @@ class RecipeSpec:
     advantages: tuple[str, ...] = ()
     """Names of the advantages that it can compute; the first is its default."""
     sections: tuple[str, ...] = ()
-    """Sections of the config that it reads and others may not, besides those of its roles."""
+    """Sections of the config that it reads and others may not; those of its roles are not listed."""
     watched: tuple[tuple[str, str], ...] = WATCHED
     """Metrics of a step that a person wants to see, with short names; the first above all, as a curve."""
     validated: Literal["score", "loss"] = "score"
@@ -192,7 +192,7 @@ def find_episode_clashes(config: RunConfig, episode: str) -> dict[str, str]:
 
 
 def _check_prompts(config: RunConfig) -> Iterator[Problem]:
-    """Yield what cannot be had beside dynamic sampling or over-sampling."""
+    """Yield what cannot be combined with dynamic sampling or over-sampling."""
     rollout = config.rollout
     if rollout.over_sampling is not None and rollout.over_sampling <= rollout.num_prompts:
         yield Problem(
@@ -278,7 +278,7 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unread_without_rewards(config: RunConfig) -> dict[str, str]:
-    """Return what weighs rewards, where a teacher alone says what is learned."""
+    """Return the keys that weigh rewards, in a run whose only signal is a teacher."""
     teachers = config.teachers
     if teachers.reward_coef:
         return {}

@@ -165,7 +165,7 @@ class ModelShape:
         Args:
             size: bytes of a number.
             num_scores: tokens that every head has a share for.
-            num_block_scores: likewise, of the largest block, which has scores besides.
+            num_block_scores: likewise, of the largest block, which also has scores.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         return size * (2 * query + 2 * key_value + self.num_heads * (num_scores + num_block_scores))

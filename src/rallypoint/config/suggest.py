@@ -148,7 +148,7 @@ def _fits(assignment: str, value: object) -> bool:
 
 
 def _like(parts: Sequence[str], chain: Sequence[str], here: type[Section], cutoff: float) -> str | None:
-    """Return the name beside a wrong one that is most like it; a slip of the hand only if the rest is right, too."""
+    """Return the name of the section that is most like a wrong one; a typing error only if the rest is right, too."""
     near = difflib.get_close_matches(parts[-1], here.model_fields, n=1, cutoff=cutoff)
     if not near:
         return None

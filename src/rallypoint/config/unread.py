@@ -98,6 +98,6 @@ def _key_of(values: Mapping[str, object], name: str) -> str | None:
 
 
 def _readers_of(config: RunConfig, name: str) -> list[str]:
-    """Return the recipes that would read a key beside all others of a config."""
+    """Return the recipes that would read a key, given all others of a config."""
     others = (config.model_copy(update={"recipe": spec.name}) for spec in RECIPES.values())
     return [other.recipe for other in others if why_unread(unread_sections(other), name) is None]

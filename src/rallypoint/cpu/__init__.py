@@ -1,4 +1,4 @@
-"""What is done for CPUs only; docs/cpu.md says what each part gains, measured.
+"""What is done for CPUs only; docs/cpu.md has the measured gain of each part.
 
 Must not know: models, roles, configs.
 

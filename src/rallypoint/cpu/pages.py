@@ -49,8 +49,8 @@ def _trim_heaps(library: ctypes.CDLL) -> None:
 def reserve(*shape: int, like: Tensor) -> Tensor:
     """Return an uninitialized tensor; on a CPU its pages take no memory until they are written to.
 
-    A large tensor uses large pages where the system has them: blocks of a row lie far apart, and each page costs an
-    address lookup. A small one does not, because a large page takes all of its memory at the first write.
+    A large tensor uses large pages where the system has them: blocks of a row are far from each other, and each page
+    costs an address lookup. A small one does not, because a large page takes all of its memory at the first write.
 
     Args:
         shape: of the tensor.

@@ -49,7 +49,7 @@ def chat_texts(
         written = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False) if given else []  # pyright: ignore[reportArgumentType]
         texts = iter(cast("list[str]", written))
     except template_errors():
-        texts, plain = iter(()), []  # the others are written beside the one that does not fit
+        texts, plain = iter(()), []  # the others are written in the same way, so that one that does not fit stands out
     beside = {id(said) for said in plain}
     for said, tools in conversations:
         try:

@@ -92,7 +92,7 @@ def pack_groups(
 
 
 def pad_rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `max_tokens` tokens where each row takes as many as the longest beside it.
+    """Cut rows into micro-batches of at most `max_tokens` tokens, each row padded to the longest one of its own.
 
     Rows of similar length meet, so that little is padding: longest first, as many as the cap allows. Training packs;
     this is for the other side of the parity table, see `TrainingEngine`.
@@ -224,7 +224,7 @@ def balance_groups(
     Args:
         costs: of each row by itself.
         groups: of each row, any number.
-        shared: what each row saves beside another one of its group.
+        shared: tokens that each row saves if another row of its group is in the micro-batch.
         num_parts: at least 1.
         whole: whether the rows of a group must be together.
 

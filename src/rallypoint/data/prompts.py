@@ -26,7 +26,7 @@ _CHARACTERS_PER_TOKEN = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompts:
-    """Prompts that fit, as token ids, beside the examples they came from."""
+    """Prompts that fit, as token ids, with the examples they came from."""
 
     token_ids: tuple[tuple[int, ...], ...]
     examples: tuple[Example, ...]

@@ -272,7 +272,7 @@ class _Writer:
         apart = [*itertools.chain.from_iterable(pieces)]
         if not self._is_marked and (apart == whole or self._decode(apart) == self._decode(whole)):
             starts = [*itertools.accumulate(map(len, pieces))]
-            # Whoever writes the conversation anew for a later turn gets the tokens of `whole`.
+            # A template that renders the conversation again for a later turn gives the tokens of `whole`.
             fits = apart == whole or all(self._is_seen(row, apart, cue) for cue in row.cues[1:])
             return apart, [*itertools.pairwise(starts)], fits
         import numpy as np

@@ -1,8 +1,8 @@
 """Chat templates: what a run adds to one, and what a probe of it shows.
 
 Owns: that a template depends on messages alone. It is a program of the model's author; what is added to it is written
-into its text, so that a checkpoint has it, and whoever renders that gets what was trained on. Must not know: data sets,
-models.
+into its text, so that a checkpoint has it, and rendering it elsewhere gives what was trained on. Must not know: data
+sets, models.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ _COURSES = (
 def save_curve(folder: RunFolder) -> Path | None:
     """Draw the learning curve of a run into its folder and return its path; None where matplotlib is missing.
 
-    `reports.why_no_plot` says what to do then. A run without steps gives an empty picture that says so.
+    `reports.why_no_plot` has the remedy. A run without steps gives an empty picture that says so.
 
     Raises:
         DiskError: the disk is full or not writable.
@@ -255,7 +255,7 @@ def _draw_line(axes: Axes, steps: list[float], values: list[float], title: str) 
 
 
 def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
-    """Stack the seconds of the phases; their names stand beside them."""
+    """Stack the seconds of the phases, each with its name on the right."""
     timed = [record for record in records if any(name.startswith(TIME_PREFIX) for name in record)]
     timed = [record for record in timed if TIME_PREFIX + START not in record]
     names = dict.fromkeys(name for record in timed for name in record if name.startswith(TIME_PREFIX))

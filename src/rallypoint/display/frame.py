@@ -135,7 +135,7 @@ def _step_row(state: Board, inner: int) -> Text:
 
 
 def _waiting_rows(state: Board, inner: int) -> _Rows:
-    """Say what is being waited for, or how the run ends; blank while steps are being done, so that nothing jumps."""
+    """Show what the run waits for, or how it ends; blank during steps, so that nothing jumps."""
     if state.end_message:
         lines = fit(f"{clean(state.end_message)} · {state.ending_s:.0f} s", max(inner - LABEL, 1), 2)
         labels = ["ending", ""]

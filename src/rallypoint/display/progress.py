@@ -53,7 +53,7 @@ class Progress:
         """Show a run that begins or is resumed."""
 
     def waiting(self, message: str) -> None:
-        """Say what the run waits for, until the next step: `starting Ray`, `loading the model`."""
+        """Show what the run waits for, until the next step: `starting Ray`, `loading the model`."""
 
     def step(self, report: StepReport) -> None:
         """Show a step that is done."""

@@ -1,4 +1,4 @@
-"""Colours of everything that is drawn: told apart by colour-blind readers, on dark and light grounds.
+"""Colours of everything that is drawn: colour-blind readers can distinguish them, on dark and light backgrounds.
 
 The hues are those of Okabe and Ito (2008), and three more for phases without a colour of their own.
 """

@@ -268,7 +268,7 @@ def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
 def _one_number(shard: ModelShard, states: Tensor) -> Tensor:
     """Return what the head of a critic or reward model says of states, [N, E]: [N] float32 at least.
 
-    In bfloat16 values and scores that are less than a percent apart would be the same one.
+    In bfloat16 values and scores that differ by less than a percent would be equal.
     """
     head, exact = value_head(shard.model), torch.promote_types(states.dtype, torch.float32)
     if type(head) is not nn.Linear:  # a subclass may do more than multiply by its weight

@@ -1,6 +1,6 @@
 """Tensors that leave their device while they are not needed: activations, and what belongs to a role that sleeps.
 
-Owns: checkpoints of layers, and their way to CPU memory and back beside the computation; the memory behind tensors,
+Owns: checkpoints of layers, and their copies to CPU memory and back during the computation; the memory behind tensors,
 whole storages at a time. Must not know: losses, rows, optimizers, roles.
 
 A forward pass keeps all activations for the backward pass, or only the inputs of decoder layers. Gradients are the same

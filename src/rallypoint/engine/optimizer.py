@@ -81,7 +81,7 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds besides the model's own weights: masters, and moments of them."""
+        """All that it holds in addition to the model's weights: master weights, and their moments."""
         moments = [value for state in self.state.values() for value in state.values() if value.dim()]
         return [*self._masters.values(), *moments]
 

@@ -242,7 +242,7 @@ class TrainingEngine(Generic[BatchT]):
             ValueError: see `trained_positions`.
             PeerFailedError: one of the ranks that share passes raised one of these.
         """
-        assert batch.sequence_starts is None, "`deal` has taken rollouts apart: a pass is over single sequences"
+        assert batch.sequence_starts is None, "`deal` has split rollouts: a pass is over single sequences"
         lengths = batch.lengths.tolist()
         try:
             positions = trained_positions(batch)

@@ -23,7 +23,7 @@ class EngineThread:
     none. Unblocked by: `submit`, `call` and `close`.
 
     A step that fails ends all open requests with an error. Whether the engine goes on is decided by a short request of
-    our own: the engine is given up only if a step with this request alone fails too. So a bad request cannot end the
+    our own: the engine is closed only if a step with this request alone fails too. So a bad request cannot end the
     engine.
     """
 
@@ -39,7 +39,7 @@ class EngineThread:
         """
         self._engine, self._on_failure = engine, on_failure
         self.has_failed = False
-        """Whether the engine was given up."""
+        """Whether the engine was closed after an error."""
         self._lock = threading.RLock()  # a call may be over before its callback is added
         self._deliver: dict[int, Callable[[Output], None]] = {}
         self._is_stepping = False

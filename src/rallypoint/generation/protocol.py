@@ -6,7 +6,7 @@ Consumes: requests, at any time and from any thread. Produces: outputs, in the o
 Waits for: nothing; `step` does what can be done now and returns. Unblocked by: `submit`, and `load` after a `sleep`.
 
 Invariant: the tokens of a request follow from (weights, its tokens, its params, prompt and sample index) and from
-nothing else: not from the requests beside it, their order, a preemption, or the engine.
+nothing else: not from the other requests of the batch, their order, a preemption, or the engine.
 
 A request whose response is 7 8 <eos>, in two outputs:
 

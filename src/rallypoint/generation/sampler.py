@@ -5,7 +5,7 @@ engines. Imported by vLLM's processes, too, so it needs torch alone.
 
 Invariants: a row's token and logprobs depend on its own logits, parameters and random number only. The random number of
 a token is a hash of (seed, prompt, sample, position), so it does not matter which worker samples a rollout, when,
-beside which others, or how often after a crash. The hash is splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable
+in which batch, or how often after a crash. The hash is splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable
 Pseudorandom Number Generators, 2014).
 
 On a CPU `sample` runs as TorchScript, see `rallypoint.cpu.script`.

@@ -17,7 +17,7 @@ class Build:
     """Installed before the others, which would choose another build of them."""
     packages: tuple[str, ...]
     removed: tuple[str, ...]
-    """What the others bring along, and cannot be imported beside `first`."""
+    """Packages that the others bring along, and that cannot be imported together with `first`."""
     module: str
     """Module that must import in the end, and has `__version__`."""
     use: str = "agents may start its interpreter, docs/agents.md"

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 Level: TypeAlias = Literal["note", "log", "wait", "end"]
-"""A message is a warning, or for the log alone, or says what the run waits for, or why it is about to end."""
+"""A message is a warning, or for the log alone, or names what the run waits for, or why it is about to end."""
 Ending: TypeAlias = Literal["finished", "stopped", "failed"]
 """How a start of a run ended: all steps are done; it was asked to stop, and is saved; or by an error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A command that made the run, or resumed it: what a resume needs besides the config."""
+    """A command that made the run, or resumed it: what a resume needs in addition to the config."""
 
     overrides: Sequence[str] = ()
     """Overrides of the command line, now and earlier; their paths are valid in any working directory."""

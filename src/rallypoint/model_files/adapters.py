@@ -70,7 +70,7 @@ def adapters_of(lora: LoRAConfig, *, whole: tuple[str, ...] = ()) -> Adapters:
 
     Args:
         lora: the config.
-        whole: names of modules that are trained whole beside new adapters.
+        whole: names of modules of which all weights are trained, in addition to new adapters.
 
     Raises:
         ModelError: the folder cannot be used.

@@ -141,7 +141,7 @@ class _Loader(abc.ABC):
     config_changes: ClassVar[Mapping[str, Any]] = {}
     """Changes to the config of the folder."""
     trained_whole: ClassVar[tuple[str, ...]] = ()
-    """Names of modules that are trained whole beside new adapters."""
+    """Names of modules of which all weights are trained, in addition to new adapters."""
 
     @abc.abstractmethod
     def check_config(self, path: str, config: PreTrainedConfig) -> None:

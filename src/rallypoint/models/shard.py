@@ -56,7 +56,7 @@ class ModelShard:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, with the modules beside them, instead of all weights."""
+        """Whether adapters, and the modules named with them, are trained instead of all weights."""
         return any(map(is_adapter_weight, self.parts))
 
     def trained(self) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ def gather(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor whole on rank 0; other ranks yield nothing, but must iterate to the end.
 
-    Rank 0 needs memory for one whole tensor beside its parts, if the caller drops each before the next; every rank
+    Rank 0 needs memory for one whole tensor more than its parts, if the caller drops each before the next; every rank
     needs a few megabytes for what is in flight.
 
     Args:

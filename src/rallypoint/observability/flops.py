@@ -188,7 +188,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second that a device could do at best in matrix products of a type.
 
     Known for common GPUs from their vendors; measured otherwise, once per process and number of threads, in a tenth
-    of a second. What is measured while another process computes beside it is what is left to this one.
+    of a second. While another process computes, the measurement is of what that leaves to this one.
     """
     if device.type == "cpu":
         return _measured_peak(device, dtype, torch.get_num_threads())
@@ -210,7 +210,7 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
 
 @functools.cache
 def _measured_peak(device: torch.device, dtype: torch.dtype, num_threads: int) -> float:
-    """Measure the best of some matrix products; `num_threads` is what it depends on besides."""
+    """Measure the best of some matrix products; the result also depends on `num_threads`."""
     del num_threads
     size = _MEASURE_SIZE if device.type == "cpu" else 8 * _MEASURE_SIZE
     factor = torch.ones(size, size, dtype=dtype, device=device)

@@ -40,7 +40,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure what happens inside, also within another's call or beside it."""
+        """Measure what happens inside; calls may be nested, or overlap in several threads."""
         with _LOCK:
             _restart_peak(self._device)
             _OPEN.append(self)

@@ -87,7 +87,7 @@ Open: TypeAlias = Callable[[Tracked], Tracker]
 
 
 def find_tracker_problem(name: str) -> str | None:
-    """Say what is wrong with the name of a tracker, or with its package; None if it can be opened."""
+    """Return what is wrong with the name of a tracker, or with its package; None if it can be opened."""
     if name not in TRACKERS:
         return f"is not a known tracker; expected any of {', '.join(TRACKERS)}"
     return find_unusable(name, name)
@@ -228,7 +228,7 @@ class _Feed:
             self._jobs.put_nowait(None)
 
     def unsent(self) -> str:
-        """Say what the client has not taken, as its thread still runs."""
+        """Report what the client has not taken, as its thread still runs."""
         with self._jobs.mutex:
             waiting = [job.step for job in (self._current, *self._jobs.queue, self._dropped) if job is not None]
         return f"what came from step {min(waiting)} on was not sent" if waiting else "it may not have sent everything"

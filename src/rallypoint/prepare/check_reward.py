@@ -48,7 +48,7 @@ _HUGE = 200_000
 _MOST_TIMEOUTS = 2
 """Calls of a kind that may take too long before it is ended."""
 _HANGING_KINDS = 2
-"""Kinds of which no call comes back before the check is given up."""
+"""The check ends if no call returns of this many kinds, the first ones."""
 _SAY_EVERY_S = 5.0
 
 
@@ -127,7 +127,7 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
             kinds.append(Trial(grader, name, len(answers), say).run(calls))
             if len(kinds) == _HANGING_KINDS and all(kind.hangs for kind in kinds):
                 told = kinds[0].failures[0]
-                raise RewardError(f"no call came back, the check is given up: {told.reason}\n{told.traceback}".rstrip())
+                raise RewardError(f"no call returned, so the check ends: {told.reason}\n{told.traceback}".rstrip())
             return kinds[-1]
 
         some = examples[:_NUM_FORM_ROWS]
@@ -195,13 +195,13 @@ def read_examples(config: RunConfig, max_rows: int) -> Sequence[Example]:
 
 
 def written(example: Example, form: str, opened: str | None = None) -> str:
-    """Return the right answer of a row: its ground truth, or beside tests `solution` or `answer` of extra_info.
+    """Return the right answer of a row: its ground truth, or, if that is tests, `solution` or `answer` of extra_info.
 
     If the cue opens a tag, it begins behind it, and closes it.
     """
     truth = example.ground_truth
     own = next((example.extra_info[name] for name in ("solution", "answer") if example.extra_info.get(name)), None)
-    if isinstance(truth, dict | list) and own is not None:  # tests, or a schema, and the answer beside them
+    if isinstance(truth, dict | list) and own is not None:  # `truth` is tests or a schema
         truth = own
     text = FORMS[form].format(truth if isinstance(truth, str) else json.dumps(truth))
     if opened is None or text.startswith(opened):
@@ -236,7 +236,7 @@ _MAY_BE_RIGHT = ("of another row", "of all rows", "repeated", "truncated")
 
 
 def judged(config: RunConfig, examples: Sequence[Example], form: str, kinds: Sequence[Kind]) -> Report:
-    """Say what of the scores should be looked at."""
+    """Return warnings about the scores."""
     right, others = kinds[0], kinds[1:]
     best = max(right.scores, default=-math.inf)
     low = [

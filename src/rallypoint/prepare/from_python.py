@@ -1,6 +1,6 @@
 """Rows and models that exist in Python only, written where a config can name them.
 
-They lie beside the runs, in `runs/given/`, under names that follow from their content: the same rows are stored once, a
+They are in `runs/given/`, under names that follow from their content: the same rows are stored once, a
 run that is resumed with the same rows names the same file, and with others it is refused as it would be with a file
 that was edited. See docs/decisions/0029-what-python-gives.md.
 """

@@ -52,7 +52,7 @@ _TYPE_LABEL = "ray.io/accelerator-type"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A device besides the CPU."""
+    """A device other than the CPU."""
 
     name: str
     num_bytes: int

@@ -1,7 +1,7 @@
 """What a run is made of before a role exists: tokenizer, prompts and reward function, read or made.
 
-`--dry-run` and `rally train` examine the same, in this order: the machine beside pools and plan; the weights of local
-folders, by the headers of their files; tokenizer, chat template, prompts and reward function.
+`--dry-run` and `rally train` examine the same, in this order: whether pools and plan fit the machine; the weights of
+local folders, by the headers of their files; tokenizer, chat template, prompts and reward function.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _functions_here(config: RunConfig) -> Iterator[str]:
     for spec in config.reward.named_functions.values():
         if spec in GIVEN and GIVEN[spec].code is None:
             yield (
-                f"the reward function {spec.removeprefix('@')} runs on a thread beside the loop, where a call "
+                f"the reward function {spec.removeprefix('@')} runs on a thread of the driver, where a call "
                 f"that hangs goes on after its deadline: it cannot be sent to a process ({GIVEN[spec].why_here})"
             )
 

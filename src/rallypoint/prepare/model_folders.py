@@ -66,7 +66,7 @@ def model_problems(name: str, path: str) -> Iterator[Problem]:
 
 
 def _no_model(path: str) -> str:
-    """Say what a folder without config.json is: a run, whose newest checkpoint is meant, or nothing that is known."""
+    """Describe a folder without config.json: a run, whose newest checkpoint is meant, or nothing that is known."""
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
         return "not a Hugging Face folder, config.json is missing in it"

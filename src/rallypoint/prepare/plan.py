@@ -55,7 +55,7 @@ class RunPlan:
     def within(self, rooms: Mapping[str, int]) -> RunPlan:
         """Return the plan where processes of pools have so many bytes of a device: with the cache that is left then.
 
-        Rollouts keep a whole cache while they sleep where every other role that is awake has memory beside it.
+        Rollouts keep a whole cache while they sleep where every other role that is awake has room in addition to it.
         """
         fitted = dataclasses.replace(
             self, memory=tuple(self._fitted(role, rooms.get(role.pool)) for role in self.memory)

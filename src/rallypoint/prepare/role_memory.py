@@ -3,8 +3,8 @@
 Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients and the optimizer's state follow
 from the number of parameters; activations, logits and cache from the caps in the config: they are what full
 micro-batches of the longest rows need. `ModelShape` knows what a layer keeps, and the sizes of chunks and blocks are
-those that modules compute with (`config/limits.py`). On CPUs what a process takes beside the tensors of its passes was
-measured (benchmarks/README.md, "Memory"). Every run measures its own memory beside it.
+those that modules compute with (`config/limits.py`). On CPUs what a process takes in addition to the tensors
+of its passes was measured (benchmarks/README.md, "Memory"). Every run measures its own memory, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
 """Bytes of a number of the optimizer: gradients, two moments, and the masters of weights that are narrower."""
 _SERVER_BYTES = 930 * 2**20
-"""vLLM's own processes on CPUs, beside weights and cache; measured. A run's own measurement leaves them out."""
+"""Memory of vLLM's processes on CPUs, without weights and cache; measured. A run's own measurement leaves them out."""
 _SAMPLED_LOGITS = 6
 """Numbers of four bytes for every token of the vocabulary that a token is drawn with: shares, and float64 sums."""
 
@@ -189,7 +189,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> i
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
     """Return the most that full micro-batches need, forward and backward, with `num_parts` mini-batches per epoch.
 
-    The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what is alive besides.
+    The peak is where the backward pass begins, in the head, or in a layer: what is kept, and what else is alive.
     """
     size, full = _BYTES[config.model.dtype], _full_pass(config, shape, role, num_parts=num_parts)
     of_layer = full.kept_bytes(shape, size)
@@ -198,7 +198,7 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
         "keep": (shape.num_layers * of_layer, 0),
         # One layer at a time is computed again from its input.
         "checkpoint": (shape.num_layers * of_input, of_layer),
-        # Inputs go and come one at a time, beside the layer that is at work.
+        # Inputs are copied one at a time, while a layer computes.
         "offload": (min(2, shape.num_layers) * of_input, of_layer),
     }[config.engine.activations]
     # Input and output of the last norm, the states that the head sees and their gradient, and the head itself.
@@ -235,7 +235,7 @@ def _logits_bytes(config: RunConfig, num_logits: int, *, kept: bool) -> int:
 
 
 def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the most that sampling needs besides its cache: for prompts, and to draw a token for every row.
+    """Return the most that sampling needs in addition to its cache: for prompts, and to draw a token for every row.
 
     These are not there at the same time, but on a CPU the heap keeps what the first had until the role sleeps.
     """

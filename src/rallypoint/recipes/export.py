@@ -1,4 +1,4 @@
-"""A trained model, written as the folder that other tools open, with a card that says what it was made from.
+"""A trained model, written as the folder that other tools open, with a card that names what it was made from.
 
 Files are named there without their folders: a card is read by others, and where they were is nobody's business.
 """

@@ -1,6 +1,6 @@
 """The frame of every recipe: start, resume, start again after a loss, stop; `steps.py` does the steps between.
 
-Owns: what a run needs besides its roles, and when these are started. Must not know: which algorithm it runs; the
+Owns: what a run needs in addition to its roles, and when these are started. Must not know: which algorithm it runs; the
 recipe's own page says what a step does.
 """
 
@@ -132,7 +132,7 @@ async def _train(
         say(f"starting {config.cluster.runtime}", level="wait")
         # Two things that take seconds each and do not need each other.
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
-        preparing.add_done_callback(_take_note)
+        preparing.add_done_callback(_mark_seen)
         await asyncio.sleep(0)
         with acknowledging(say):
             runtime = _open_runtime(config, folder, say)
@@ -142,7 +142,7 @@ async def _train(
             pools = pools_of(config)
             material = await _open_and_prepare(pools.open(runtime), preparing)
             recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
-            recording.add_done_callback(_take_note)
+            recording.add_done_callback(_mark_seen)
             agents = _agents(config, folder, material)
             if agents is not None:
                 at_end.add(agents.close)
@@ -220,7 +220,7 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
         await asyncio.gather(opened, return_exceptions=True)
 
 
-def _take_note(prepared: asyncio.Task[Any]) -> None:
+def _mark_seen(prepared: asyncio.Task[Any]) -> None:
     """Mark an error as seen, so that asyncio does not log one that came after another."""
     if not prepared.cancelled():
         prepared.exception()

@@ -40,7 +40,7 @@ MOST_AT_ONCE = 256
 
 
 class OneEngine:
-    """Samples for the clients of episodes from an engine in a thread, in the event loop of whoever asks."""
+    """Samples for the clients of episodes from an engine in a thread, in the event loop of the caller."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         """Take an engine that nobody else steps."""

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from rallypoint.recipes.blocking import PlainEpisodes
 
 _NOT_EXACT = (
-    "turns of episodes are sampled beside others as they come, so two runs with one seed may differ by rounding; "
+    "turns of episodes are sampled in whatever batch they meet, so two runs with one seed may differ by rounding; "
     "with rollout.exact=true they do not"
 )
 
@@ -200,7 +200,7 @@ class Recipe(abc.ABC):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the roles' own files, as JSON has it."""
+        """What a checkpoint keeps in addition to the roles' own files, as JSON has it."""
         return {"num_admitted": self.source.num_admitted, "version": self.actor.version}
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Recipe(abc.ABC):
         self.source.num_admitted = state["num_admitted"]
 
     async def close(self) -> None:  # noqa: B027 - nothing is under way in a recipe without rollouts
-        """Give up what is under way: no step comes any more."""
+        """Cancel what is under way: no step follows."""
 
     def hurry(self) -> None:  # noqa: B027 - nothing takes long in a recipe without rewards
         """Wait only some seconds for what may take long from now on: the run is to end."""

@@ -103,7 +103,7 @@ class Serving:
         )
         engine.step()  # with nothing to do, it has its memory now: too little is said before anybody asks
         self.failure: GenerationError | None = None
-        """Why the engine was given up."""
+        """Why the engine was closed."""
         self._say, self._on_end = say, on_end
         self._thread = EngineThread(engine, on_failure=self._hear)
         self._model = Model(

@@ -77,7 +77,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @shard
     @with_lease()
     def likeliest(self, parts: list[Sequences], num: int) -> list[PerToken]:
-        """Return what the policy might have said in place of every trained token, see `likeliest_tokens`."""
+        """Return the policy's top-k logprobs at every trained token, see `likeliest_tokens`."""
         return likeliest_of(self.engine, parts, self.config.temperature, num)
 
     @collect

@@ -51,7 +51,7 @@ class ActorParts:
     """Returns what other processes of the node read from where it is."""
 
     def leave(self, context: WorkerContext) -> None:
-        """Leave the parts for workers that come to life later."""
+        """Leave the parts for workers that start later."""
         context.shared[_ACTOR] = self
 
     @staticmethod

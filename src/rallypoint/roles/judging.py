@@ -51,7 +51,7 @@ def compare(
 
     Returns:
         The gap of tokens that the actor's weights have sampled, with the place of its maximum, and the drift of those
-        that were sampled some steps ago; of all tokens how far apart the two distributions are (see `gap_metrics`), and
+        that were sampled some steps ago; of all tokens how much the two distributions differ (see `gap_metrics`), and
         the KL (k3) to the reference. Nothing if no token is trained.
     """
     if not len(at):
@@ -163,7 +163,7 @@ class _Rounding:
 
 _ROUNDING = {
     "float32": _Rounding(1e-2),
-    # Sums in another order (another kernel, other rows beside these) move random models of 4 to 28 layers by 0.001 to
+    # Sums in another order (another kernel, other rows in the batch) move random models of 4 to 28 layers by 0.001 to
     # 0.077 in the mean, 0.008 to 0.43 in the 99.9th percentile: measured with products whose inner dimension is summed
     # in two halves. A row that got another row's numbers has most of its tokens beyond.
     "bfloat16": _Rounding(0.1, most_outliers=2e-3),

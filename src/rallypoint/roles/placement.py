@@ -1,4 +1,4 @@
-"""What a role needs to come to life: the config, the runtime, the model's folder, and where its ranks meet."""
+"""What a role needs to start: the config, the runtime, the model's folder, and where its ranks meet."""
 
 from __future__ import annotations
 

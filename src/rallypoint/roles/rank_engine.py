@@ -26,7 +26,7 @@ class SliceRequest:
     new: tuple[tuple[int, Request], ...] = ()
     """Requests to begin with, each with the driver's number for it."""
     cancelled: tuple[int, ...] = ()
-    """Numbers of requests to give up."""
+    """Numbers of requests to cancel."""
     version: int = 0
     """Version of the weights to sample from."""
     num_steps: int | None = None

@@ -191,7 +191,7 @@ class InitialLogprobs:
         safetensors.torch.save_file({"train": self._train}, folder / _FILE)
 
     async def restore(self, folder: Path) -> None:
-        """Read them back, and compute those that a longer run takes besides; the actor must not be restored yet."""
+        """Read them back, and compute those that a longer run adds; the actor must not be restored yet."""
         known = safetensors.torch.load_file(folder / _FILE)["train"][: len(self._train)]
         self._train[: len(known)] = known
         await self.compute()

@@ -268,7 +268,7 @@ class Rollouts:
         return await self._group.call_rank(rank, RolloutWorker.advance, asked)
 
     async def forget(self) -> None:
-        """Have all ranks give up what they sample for training and sessions."""
+        """Have all ranks drop what they sample for training and sessions."""
         await self._group.call(RolloutWorker.forget)
 
     async def refill(self, rank: int, version: int) -> None:

@@ -11,7 +11,7 @@ Owns: what is asked, and what an answer means. Must not know: losses, or whose r
         {"meta_info": {"input_token_logprobs": [[null, 1, null], [-0.1, 2, null], [-1.2, 7, null]],
                        "input_top_logprobs": [null, [[-0.1, 2, null], ...], [[-0.7, 9, null], ...]]}}
 
-Both say what the model itself says, at temperature 1.
+Both give the model's own logprobs, at temperature 1.
 """
 
 from __future__ import annotations

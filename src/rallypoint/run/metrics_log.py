@@ -3,7 +3,7 @@
     {"step": 12, "time_s": 8.1, "reward/mean": 0.41, "actor/loss": null, "not_finite": {"actor/loss": "nan"}}
 
 `time_s` counts the seconds that the run has been at work; a resumed run goes on from its last line.
-JSON has no NaN and no infinity: such a value is written as null, and `not_finite` says what it was
+JSON has no NaN and no infinity: such a value is written as null, and `not_finite` has what it was
 (`nan`, `inf`, `-inf`), so that any JSON reader can read the file and ours loses nothing.
 
 Each line reaches the operating system before `write` returns: a killed process loses no line. At worst

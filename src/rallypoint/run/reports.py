@@ -204,7 +204,7 @@ class Summary:
             predicted_memory_gib: prediction for each role.
             num_warmup_steps: steps in which the policy is not expected to learn.
             watched: scalars that a person wants to see of this run, with short names.
-            text_of: says what a token looks like.
+            text_of: token id -> its text.
         """
         entries, shown = list(read_journal(journal)), f"validation/{self.validated}"
         records = measurements(entries)

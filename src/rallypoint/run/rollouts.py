@@ -1,4 +1,4 @@
-"""The rollouts of every step, a parquet file for each, written beside the loop.
+"""The rollouts of every step, a parquet file for each, written by a thread.
 
 Owns: how much room the files take. Must not know: their columns (`step_rollouts.py`), or who looks at them.
 

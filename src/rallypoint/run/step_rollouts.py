@@ -191,7 +191,7 @@ def _nulls(parts: Sequence[Sequence[float]]) -> list[list[float | None]]:
 
 
 def _pairs(batch: Sequences) -> list[tuple[int, int]]:
-    """Return what tells the rows of a step apart."""
+    """Return what identifies each row of a step: its prompt and its sample."""
     return list(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True))
 
 

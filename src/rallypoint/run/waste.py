@@ -4,7 +4,7 @@ Owns: what counts as waste. Must not know: how it is shown.
 
 Seconds of tokens are their share of the seconds in which the ranks that sample were busy for that step. A step that a
 resume did again counts once, as work done again, whatever else was wasted in it. Training packs rows end to end, so
-there is no padding to count. Of groups that were given up before they were scored the journal has no tokens.
+there is no padding to count. The journal has no tokens of groups that were cancelled before they were scored.
 
 >>> began = RunBegan(first=0, config={}, software={}, machine="")
 >>> done = StepDone(step=1, metrics={"rollout/num_tokens": 80.0}, digests={}, seconds=2.0)

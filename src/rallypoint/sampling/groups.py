@@ -236,8 +236,8 @@ class Groups:
 class OverSampledGroups(Groups):
     """Groups of which a step takes those that are complete first, so that it does not wait for the longest responses.
 
-    A step samples N prompts and trains on the first P groups that end; the others are given up. Their prompts were
-    overtaken: they wait until there are P of them, which are then a step of their own, with nothing beside them (tail
+    A step samples N prompts and trains on the first P groups that end; the others are cancelled. Their prompts were
+    overtaken: they wait until there are P of them, which are then a step of their own, with no others (tail
     batching, RollPacker, arXiv 2509.21009). So most steps have short responses, a few have all the long ones, and each
     prompt is trained on exactly once. To sample the overtaken ones in the very next step would gain nothing: as many
     long responses as come with new prompts would have to be trained on in every step.
@@ -289,7 +289,7 @@ class OverSampledGroups(Groups):
     def admit(self) -> list[int]:
         """Return the indices of the prompts that are sampled now: new ones, or those that were overtaken.
 
-        At the end of a run overtaken ones are sampled beside new ones, so that none is left out.
+        At the end of a run overtaken ones are sampled together with new ones, so that none is left out.
         """
         overtaken, limit = self.overtaken, math.inf if self._limit is None else self._limit
         if not self._in_flight:

@@ -1,4 +1,4 @@
-"""What every advantage, policy loss and correction must hold to, whoever wrote it.
+"""Rules that every advantage, policy loss and correction must keep to, those of users included.
 
     shape       one number for each token; finite where tokens are trained, and so is the gradient
     repetition  the same batch gives the same numbers again
@@ -12,7 +12,7 @@
     signal      a loss that needs advantages has no loss and no gradient where they are 0: such rows are not computed
     formula     the numbers are those of a loop over tokens, and the gradient that of its differences
 
-Owns: these checks; those of what else is in a loss are in `terms`. All but the last need nothing but the function
+Owns: these checks. All but the last need nothing but the function
 itself, and take a fraction of a second: a function of your own is held to them when a run starts.
 """
 

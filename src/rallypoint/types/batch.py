@@ -46,7 +46,7 @@ class Sequences(Carrier):
 
     A rollout of an agent may be several sequences: its history was rewritten, or it went on from an earlier point. Then
     they stand one after another in one row of the carrier, so that whatever is done by row is done by rollout: scores,
-    baselines, returns, weights, masks. Only a forward pass takes them apart.
+    baselines, returns, weights, masks. Only a forward pass splits them.
 
     Two rollouts, of which the first is the sequences 5 6 7 and 5 8:
 

@@ -71,7 +71,7 @@ class Exposed:
     """The open file behind the memory."""
 
     def told(self, names: Iterable[str]) -> bytes:
-        """Return what another process needs beside the open file and the names of the tensors; see `opened`."""
+        """Return what another process needs in addition to the open file and the names of the tensors; see `opened`."""
         return np.array([len(self.data), *(self.starts.get(name, -1) for name in names)]).tobytes()
 
     @classmethod

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 from docs_blocks import DOCS, blocks
+from loss_terms import check_kl
 from torch import Tensor
 
 from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES
-from rallypoint.testing import ConformanceError, check_kl
+from rallypoint.testing import ConformanceError
 
 
 def test_the_functions_of_the_page_run_and_keep_to_every_rule():

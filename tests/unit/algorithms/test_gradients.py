@@ -1,4 +1,4 @@
-"""What advantages, policy losses and a KL give in expectation, on the policy of `rallypoint.testing.exact`.
+"""What advantages, policy losses and a KL give in expectation, on the policy of `enumerable_policy`.
 
 It is compared with the gradient of what each is said to pursue. A KL by itself is checked in tests/unit/testing.
 """
@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from enumerable_policy import POLICY
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -24,7 +25,6 @@ from rallypoint.algorithms import (
     weigh_valued,
 )
 from rallypoint.algorithms.corrections import TIS
-from rallypoint.testing import POLICY
 
 NUM_TOKENS = 3
 COEF = 0.7

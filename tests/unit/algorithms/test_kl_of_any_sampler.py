@@ -1,6 +1,6 @@
 """A KL in the loss beside all that weighs tokens, in expectation: aggregation, masks, corrections, old samplers.
 
-The policy is that of `rallypoint.testing.exact`, with responses of one token and of two, so that the weight of a token
+The policy is that of `enumerable_policy`, with responses of one token and of two, so that the weight of a token
 depends on what is sampled after it; what is minimised is `ActorLoss` itself, with advantages of 0.
 """
 
@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
+from enumerable_policy import EnumerablePolicy
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -24,7 +25,6 @@ from rallypoint.algorithms import (
     weigh,
 )
 from rallypoint.algorithms.aggregation import AggregationName
-from rallypoint.testing import EnumerablePolicy
 
 POLICY = dataclasses.replace(EnumerablePolicy.random(num_tokens=3, seed=1), stop_token=1)
 AT_REFERENCE = dataclasses.replace(POLICY, reference=POLICY.logprobs)

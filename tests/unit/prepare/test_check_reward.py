@@ -106,7 +106,7 @@ def test_a_reward_that_can_be_gamed_or_fails_is_worried_about(checked, function)
 
 def test_a_function_of_which_no_call_ends_is_given_up(checked):
     said = []
-    with pytest.raises(RewardError, match=r"no call came back, .*reward\.timeout_s=0\.2 s[\s\S]*in hangs"):
+    with pytest.raises(RewardError, match=r"no call returned, .*reward\.timeout_s=0\.2 s[\s\S]*in hangs"):
         checked("hangs", ROWS, "reward.timeout_s=0.2", "reward.num_processes=2", say=said.append)
     kinds = [text for text in said if text.endswith(": 6 answers")]
     assert kinds == ["the truth as it is: 6 answers", "the truth after ####: 6 answers"]

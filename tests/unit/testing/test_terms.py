@@ -4,13 +4,15 @@ import functools
 
 import pytest
 import torch
+from enumerable_policy import POLICY
 from formulas import losses as formulas
 from hypothesis import given, settings
+from loss_terms import check_aggregation, check_kl, check_value_loss
 from random_cases import random_cases
 
 from rallypoint.algorithms import ADVANTAGES, KL, Weights, aggregate, kl_loss, kl_penalty, value_loss, weigh
 from rallypoint.algorithms.kl import log_ratio
-from rallypoint.testing import POLICY, ConformanceError, check_aggregation, check_kl, check_value_loss
+from rallypoint.testing import ConformanceError
 
 KLS = {
     "k1 in the reward": (KL(coef=1.0, estimator="k1", placement="reward"), "reverse"),
@@ -266,7 +268,7 @@ def test_every_rule_is_told_from_every_other_one(name, other):
 
 
 def test_any_loss_has_an_exact_expected_gradient_on_the_enumerable_policy():
-    """The example of `rallypoint.testing.exact`."""
+    """The example of `enumerable_policy`."""
     rloo = ADVANTAGES["rloo"](whiten=False)
     found = POLICY.expected_gradient(
         lambda logprobs, batch: -(logprobs * weigh(batch, rloo, kl=None).advantages).sum(), group_size=2

@@ -85,7 +85,7 @@ class RayRooms:
 
     @classmethod
     def open(cls, scope: str, lease_s: float, ask: Ask = _ask_directly) -> RayRooms:
-        """Start the actor, beside the driver: when that node is lost, so is the job.
+        """Start the Ray actor on the driver's node: when that node is lost, so is the job.
 
         Args:
             scope: the run's unique id.

@@ -1,7 +1,7 @@
 """Rooms in torch's TCPStore, for clusters without Ray: one port of the driver that all ranks can reach.
 
 A room is one key that is replaced by compare-and-set. Waiting ranks block on a key that appears with the next news.
-The process that opened the store looks at the leases. The store has no authentication: whoever reaches the port can
+The process that opened the store looks at the leases. The store has no authentication: anyone who reaches the port can
 write to it, so it listens on loopback unless told otherwise.
 """
 
@@ -136,7 +136,7 @@ class TcpRooms:
         with self._store() as store:
             for name in [key.removeprefix("room/") for key in store.list_keys() if key.startswith("room/")]:
                 room = Room.decode(name, store.get(f"room/{name}"))
-                # Whoever changed the room may have died before it told the others.
+                # The member that changed the room may have died before it told the others.
                 store.set(f"news/{name}/{room.news}", "")
                 holders = [member.incarnation for member in room.present]
                 counters = store.multi_get([f"lease/{holder}" for holder in holders]) if holders else []

@@ -18,7 +18,7 @@ Anchor = Literal["old", "rollout"]
 AggregationName = Literal["token", "sequence", "fixed_length", "prompt"]
 
 USUAL_AGGREGATIONS: dict[str, AggregationName] = {"gspo": "sequence", "gmpo": "sequence", "sapo": "sequence"}
-"""Losses whose papers take a mean over rows: what `aggregation` is beside them, unless it is set."""
+"""Losses whose papers take a mean over rows, with the `aggregation` that they imply unless it is set."""
 
 _FUNCTION = "A function in a file, as file.py:function; see docs/algorithms.md."
 _PARAMETERS = "What the function takes by name, such as {floor: 0.1}."
@@ -314,7 +314,7 @@ class MaskConfig(Section):
 
 
 class KLMaskConfig(Section):
-    """0 for rows whose sampler and trainer are too far apart."""
+    """0 for rows whose sampler and trainer differ too much."""
 
     name: Literal["kl_mask"]
     estimator: Literal["k2", "k3"] = key("k3", help="Estimator of the KL per token.")

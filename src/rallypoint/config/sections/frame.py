@@ -50,7 +50,7 @@ class CheckConfig(Section):
 
 
 class TrackingConfig(Section):
-    """What is sent and kept of a run besides its metrics. A list alone is `to`: tracking=[tensorboard,wandb]."""
+    """What is sent to trackers, and kept in addition to metrics. A list alone is `to`: tracking=[tensorboard,wandb]."""
 
     to: Texts = key((), help="Any of tensorboard, wandb, mlflow, trackio, swanlab.")
     names: Literal["rallypoint", "verl"] = key("rallypoint", help="Names of the metrics there: ours, or those of verl.")

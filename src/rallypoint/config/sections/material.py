@@ -92,7 +92,7 @@ class DataSetConfig(Section):
 
     path: str
     weight: float | None = Field(default=None, gt=0, le=1e6)
-    """Share of the prompts beside that of the others; None: each prompt of it occurs once an epoch."""
+    """Share of the prompts, relative to the other data sets; None: each prompt of it occurs once an epoch."""
     subset: str | None = None
     """Folder of its files inside path."""
     split: str | None = None

@@ -180,7 +180,7 @@ class RolloutConfig(Section):
 
     @property
     def named_functions(self) -> dict[str, str]:
-        """What makes a rollout besides the policy, by the key that names each."""
+        """Code and tools that take part in a rollout, by the key that names each."""
         if self.own_episode is not None:
             return {"rollout.episode": self.own_episode}
         return {f"rollout.episode.tools[{at}]": one.function for at, one in enumerate(self.tools)}

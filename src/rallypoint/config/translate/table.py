@@ -57,7 +57,7 @@ class Translation:
         self.usual[:] = [one for one in self.usual if one.partition("=")[0] != key]
 
     def as_yaml(self) -> str:
-        """Return a config file with its sections in the order of ours; comments say what became of the other keys."""
+        """Return a config file with its sections in the order of ours; comments tell what became of the other keys."""
         tree = nested(self.keys)
         tree.pop("recipe", None)
         tree = {section: tree[section] for section in RunConfig.model_fields if section in tree}
@@ -71,7 +71,7 @@ class Translation:
         return "\n".join(lines) + "\n"
 
     def missing(self) -> dict[str, str]:
-        """Return keys that a run of this recipe needs besides, and what they are."""
+        """Return further keys that a run of this recipe needs, and what each is."""
         recipe = self.keys.get("recipe")
         needed = {"model.path": "a name or a folder", "data.train": "a file, or the name of a data set"}
         if recipe in {"ppo", "grpo"} and not self.keys.keys() & {"reward.functions", "reward.path"}:
@@ -248,7 +248,7 @@ class _Setter:
             self._found.differs[written] = f"{dotted} is {keys[dotted]} by {before}; it is one key here"
 
     def drop_unread(self) -> None:
-        """Name the keys that nothing reads beside the others: of another loss, of a critic, of a KL that is off."""
+        """Name the keys that nothing reads, given the others: of another loss, of a critic, of a KL that is off."""
         keys, recipe = self._found.keys, str(self._found.keys["recipe"])
         loss = str(keys.get("loss.name", "clip"))
         read = named_sections(RunConfig.model_fields["loss"])[loss].model_fields

@@ -28,7 +28,7 @@ _CLASS = re.compile(r"(\w+\.)*[A-Z]\w*(Config|Trainer)")
 _NAMES = ("trainer", "trainer_class", "trainer_type", "trainer_name", "config_class", "class", "type", "_target_")
 """Keys of files that say which class they are for."""
 _OTHERS = ("LoraConfig", "ModelConfig", "BitsAndBytesConfig")
-"""Classes that stand beside those of arguments."""
+"""Classes that a command line names together with those of arguments."""
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 

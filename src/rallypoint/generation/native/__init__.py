@@ -11,7 +11,7 @@ From a request to its token, in eight files:
 7. `cpu/backend.py` or `accelerator/backend.py`: decode attention, and several steps in one call.
 8. `generation/sampler.py`: from logits to a token and its logprobs.
 
-Beside the path: `decoder.py` (the model's arithmetic), `kv_cache.py` (the tensors), `cpu/bags.py` and
+Used by these: `decoder.py` (the model's arithmetic), `kv_cache.py` (the tensors), `cpu/bags.py` and
 `accelerator/{kernel,graphs}.py` (the operations behind the backends).
 
 Must not know: other engines, roles, or what the responses are for.

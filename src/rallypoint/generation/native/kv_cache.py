@@ -85,7 +85,7 @@ class CacheSize:
     least_tokens: int
     """Tokens of the longest request."""
     spared_bytes: int = 0
-    """Memory left for what will lie beside the cache."""
+    """Memory left free for allocations other than the cache."""
     share: float = 1.0
     """Part of the device's memory that belongs to this process."""
 
@@ -128,7 +128,7 @@ class CacheSize:
 
 @contextlib.contextmanager
 def _explained(num_bytes: int, num_tokens: int, device: torch.device) -> Iterator[None]:
-    """Say what was asked for, and what there is, when memory cannot be reserved."""
+    """Name what was asked for, and what there is, when memory cannot be reserved."""
     try:
         yield
     except (RuntimeError, OSError, OverflowError) as error:  # of torch; of the system; a size beyond any address

@@ -226,7 +226,7 @@ def _problems(
 def _sampled(token: int, entry: dict[str, Any], request: Request, position: int) -> SampledToken:
     surprisal = float(entry["logprob"])
     if entry["token_id"] != token:
-        raise ValueError(f"the logprob of token {entry['token_id']} beside token {token}")
+        raise ValueError(f"the logprob is of token {entry['token_id']}, expected token {token}")
     if surprisal >= NOT_FINITE / 2:
         raise not_finite(request, position)
     if not surprisal >= -_ROUNDING or math.isinf(surprisal):

@@ -109,7 +109,7 @@ class Sequence:
 
 
 class VLLMEngine:
-    """See `GenerationEngine`; whoever made the connection closes it."""
+    """See `GenerationEngine`; the connection is closed by its owner, not here."""
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ class VLLMEngine:
         return [self._end(sequence, "failed", error)]
 
     def _look_for_silence(self) -> None:
-        """Give up a server that has work but makes no progress."""
+        """Stop waiting for a server that has work but makes no progress."""
         beat, now = self._supervisor.beat(), time.monotonic()
         if beat != self._sign[0]:
             self._sign = (beat, now)

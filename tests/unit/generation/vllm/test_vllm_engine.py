@@ -125,7 +125,7 @@ NONSENSE = {
     "words": (changed(token_ids=["a"] * 12), "token 'a'"),
     "another token's logprob": (
         lambda server, answer: changed(token_ids=[7] * 12)(server, answer),
-        "beside token 7",
+        "expected token 7",
     ),
     "NaN": (with_logprob(float("nan")), "a logprob of nan"),
     "a probability over 1": (with_logprob(-2.0), "a logprob of 2.0"),

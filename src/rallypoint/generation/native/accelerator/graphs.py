@@ -139,7 +139,7 @@ class GraphRunner:
             batch: laid out for as many steps.
             sampling: of its rows, the same for all their tokens.
             numbers: [steps, B] float64 in [0, 1).
-            addresses: of all that is read beside the buffers; graphs that were captured with others are dropped.
+            addresses: of everything that a graph reads other than the buffers; graphs captured with others are dropped.
         """
         if addresses != self._addresses:
             self.release()

@@ -1,7 +1,7 @@
 """A policy so small that expectations over its responses are sums: what a loss gives in the mean is compared exactly.
 
     from rallypoint.algorithms import ADVANTAGES, weigh
-    from rallypoint.testing import POLICY
+    from enumerable_policy import POLICY
 
     def loss(logprobs, batch):
         advantages = weigh(batch, ADVANTAGES["rloo"](whiten=False), kl=None).advantages

@@ -1,7 +1,8 @@
 """What else is in a loss: a KL to the reference, a critic's loss, and the rule by which losses become one mean.
 
-A KL and a value loss are functions that return a sum over trained tokens, and are held to what `conformance` says of
-policy losses: repetition, arguments, mask, order, cuts, packing, gradient, formula. And to what they are for:
+A KL and a value loss are functions that return a sum over trained tokens, and are held to what
+`rallypoint.testing.conformance` says of policy losses: repetition, arguments, mask, order, cuts, packing, gradient,
+formula. And to what they are for:
 
     divergence  in expectation over its samples, a KL has the gradient of the divergence that it is said to be, on a
                 policy whose responses can be enumerated; in the reward, that of what rewards to go give
@@ -20,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
+from enumerable_policy import POLICY, Divergence, EnumerablePolicy
 from torch import Tensor
 
 from rallypoint.algorithms import OBJECTIVES, Weights
 from rallypoint.testing.cases import CASES, Case
-from rallypoint.testing.exact import POLICY, Divergence, EnumerablePolicy
 from rallypoint.testing.rules import (
     Outcome,
     cuts,
