@@ -60,7 +60,7 @@ class BradleyTerry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """The policy itself says which answer is better, by how much likelier it is than under the reference.
+    """The score of an answer is how much likelier the policy makes it than the reference does.
 
     Direct preference optimisation (arXiv 2305.18290), with means instead of sums (arXiv 2411.15124), and IPO (arXiv
     2310.12036), whose authors take means as well.

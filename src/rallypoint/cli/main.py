@@ -49,7 +49,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help
 
 
 class _TakesKeys(TyperCommand):
-    """A command with KEY=VALUE, which says so of a key that is written as an option."""
+    """A command with KEY=VALUE; its error names that form if a key is written as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer does not export the type of ctx
         for word in args:
@@ -61,7 +61,7 @@ class _TakesKeys(TyperCommand):
 
 @contextlib.contextmanager
 def _shown(what: str) -> Iterator[None]:
-    """Show in a terminal what goes on meanwhile: importing takes seconds on a busy machine."""
+    """Show a status in a terminal: importing takes seconds on a busy machine."""
     if sys.stderr.isatty():
         print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
     yield

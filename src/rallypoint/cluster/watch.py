@@ -63,7 +63,7 @@ class _Health:
 
 
 class HangDetector:
-    """The calls that are waited for, what is known of the processes, and the verdict; call `look` once per beat."""
+    """Watches the processes of pending calls, and decides which of them hang; call `look` once per beat."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HangDetector:
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with nothing to look after.
+        """Begin without calls.
 
         Args:
             processes: returns all processes that are alive.
@@ -98,16 +98,16 @@ class HangDetector:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is waited for."""
+        """Whether no call is pending."""
         return not self._calls
 
     def add(self, call: Call[Any]) -> None:
-        """Begin to look after a call."""
+        """Begin to watch a call."""
         with self._lock:
             self._calls[call] = self._now()
 
     def remove(self, call: Call[Any]) -> None:
-        """It is over."""
+        """Stop watching a call that is over."""
         with self._lock:
             self._calls.pop(call, None)
 
@@ -151,7 +151,7 @@ class HangDetector:
                 self._say(line)
 
     def _now(self) -> float:
-        """Return seconds, leaving out gaps between beats, in which the driver stood still."""
+        """Return the seconds since the beginning, without gaps between beats in which the driver stood still."""
         return self._awake_s + min(self._clock() - self._looked_at, 3 * self.beat_s)
 
     def _without_progress(self, call: Call[Any], began: float, deadline_s: float) -> list[Process]:
@@ -214,7 +214,7 @@ class Watchdog:
         self._thread.start()
 
     def add(self, call: Call[Any]) -> None:
-        """Begin to look after a call."""
+        """Begin to watch a call."""
         with self._changed:
             was_idle = self._detector.is_idle
             self._detector.add(call)
@@ -222,7 +222,7 @@ class Watchdog:
                 self._changed.notify()
 
     def remove(self, call: Call[Any]) -> None:
-        """It is over."""
+        """Stop watching a call that is over."""
         self._detector.remove(call)
 
     def stop(self) -> None:

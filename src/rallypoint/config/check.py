@@ -19,7 +19,7 @@ _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield everything in which single right keys do not fit together."""
+    """Yield the contradictions between keys that are right by themselves."""
     yield from _either_or(config)
     yield from _mixture(config)
     yield from _reward(config)

@@ -1,6 +1,6 @@
-"""Which keys nothing reads in a run, and because of which setting.
+"""The keys that nothing reads in a run, each with the setting that makes it so.
 
-Set on the command line such a key is refused; in a file it may wait for its day.
+On the command line such a key is refused; in a file it is allowed, as another setting may make it useful.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def why_unread(unread: Mapping[str, str], name: str) -> str | None:
 
 
 def without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield keys that were set by hand, for this run, and that nothing reads; in a file they may wait for their day."""
+    """Yield keys that were set on the command line and that nothing reads; in a file they are allowed."""
     unread, values = unread_sections(config), dict(values_of(config))
     for name, origin in origins.items():
         setting, own = why_unread(unread, name), _key_of(values, name)

@@ -85,7 +85,7 @@ class Conversations:
     bad: tuple[str, ...] = ()
     """Rows that cannot be used and were left out, each with the reason."""
     may_drop: frozenset[str] = frozenset()
-    """Names of the examples that are left out, too, if the tokenizer cannot write them."""
+    """Names of the examples that are also left out if the chat template cannot render them."""
 
     @property
     def texts(self) -> Iterator[str]:
@@ -233,7 +233,7 @@ class _Columns:
         return f"{where}: column '{theirs}', which {self._key}.{own} names, is missing{hint}"
 
     def _renamed(self, likely: Mapping[str, str], names: Sequence[str]) -> str:
-        """Say by which keys the columns of another data set are read as ours."""
+        """Return the keys by which the columns of another data set are read as ours."""
         keys = " ".join(f"{self._key}.{own}={name}" for own, name in likely.items())
         hint = f"; {' and '.join(map(repr, likely.values()))} may be {'it' if len(likely) == 1 else 'them'}: set {keys}"
         if likely.get("prompt") == "instruction" and "input" in names:
@@ -299,7 +299,7 @@ class Turns:
     text: str
     spans: tuple[tuple[int, int], ...]
     cues: tuple[int, ...]
-    """Where in the text the cue of each turn to train ends, behind which a model that is asked for it begins."""
+    """Where in the text the cue of each turn to train ends: a model that generates the turn begins there."""
 
     @property
     def trained(self) -> list[int]:

@@ -52,7 +52,7 @@ class EncodedRows:
     shortened: tuple[str, ...] = ()
     """Names of the examples of which the template leaves out a part of a trained turn, one for each such turn."""
     misaligned: tuple[str, ...] = ()
-    """Names of the examples of which a turn begins with other tokens than a model that is asked for it would see."""
+    """Names of the examples in which the tokens before a trained turn differ from the prompt of a model."""
 
     def __len__(self) -> int:
         return len(self.names)

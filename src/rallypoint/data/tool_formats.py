@@ -44,7 +44,7 @@ class Said:
     """What is wrong with each call that could not be read."""
     reasoning: str | None = None
     ids: list[str] = dataclasses.field(default_factory=list[str])
-    """Those of the calls that were read, in a format in which models write them."""
+    """Ids of the calls that were read, if the format has ids."""
 
 
 Types: TypeAlias = Mapping[tuple[str, str], frozenset[str]]
@@ -53,7 +53,7 @@ ToolFormat: TypeAlias = Callable[[str, Types], Said]
 
 
 def format_of(template: str) -> ToolFormat:
-    """Return how a model with a chat template writes calls, which that gives as an example, or writes into the history.
+    """Return the format in which a model writes calls: its chat template has an example, or renders earlier calls.
 
     >>> format_of("{{ '[TOOL_CALLS]' }}").__name__, format_of("{{ '<tool_call>' }}").__name__
     ('mistral', 'tagged')
@@ -71,7 +71,7 @@ def format_of(template: str) -> ToolFormat:
 
 
 def beginnings(form: ToolFormat, *, has_tools: bool) -> tuple[str, ...]:
-    """Return the texts from one of which on an answer in a format may be something else than its content."""
+    """Return the marks of a format: before the first of them, all of an answer is content."""
     if form is harmony:
         return ("",)  # what comes before a header is not said
     if not has_tools:
@@ -228,7 +228,7 @@ def kimi(text: str, _: Types) -> Said:
 
 
 class _NoCallError(ValueError):
-    """Something is no call; so do all below raise it that read one."""
+    """A text is no call; every function that reads one raises it."""
 
 
 def _read_all(text: str, read: Callable[[], list[Call]]) -> Said:
@@ -240,7 +240,7 @@ def _read_all(text: str, read: Callable[[], list[Call]]) -> Said:
 
 
 def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call]) -> Said:
-    """Return the calls of a text that stand between marks, and each is read for itself."""
+    """Return the calls between the marks of a text; one that cannot be read does not affect the others."""
     content, *parts = text.split(opening)
     said = Said(content)
     for part in parts:
@@ -286,12 +286,12 @@ def _read_block(block: str, types: Types) -> Call:
 
 
 def _typed(text: str, types: frozenset[str] | None) -> object:
-    """Return a value that stands without quotes, by the types that its parameter may have."""
+    """Return a value that is written without quotes, as one of the types that its parameter may have."""
     if types is None or ("string" in types and not (text.strip() == "null" and "null" in types)):
         return text
     try:
         return _loads(text)
-    except _NoCallError:  # whoever calls the tool says what is expected there
+    except _NoCallError:  # the call of the tool reports what is expected
         return text
 
 
@@ -332,7 +332,7 @@ def _loads(text: str) -> object:
 
 
 def _values(text: str, separator: str) -> list[object]:
-    """Return the values of JSON in a text, which are separated by blanks and so."""
+    """Return the JSON values of a text, which are separated by blanks or `separator`."""
     decoder, place, values = json.JSONDecoder(parse_constant=_no_constant), 0, list[object]()
     while place < len(text) or not values:
         try:

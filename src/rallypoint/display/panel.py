@@ -92,7 +92,7 @@ class LivePanel(Progress):
             return render(self._state, width, height)
 
     def _show(self, take: Callable[[ReportT], None], report: ReportT, *, at_once: bool = False) -> None:
-        """Take a report and redraw, unless that was done just now: then the next report or the clock will."""
+        """Take a report and redraw; if the panel was drawn just now, the next report or the clock redraws it."""
         with self._lock:
             take(report)
         now = self._clock()

@@ -25,7 +25,7 @@ _WORDS = (
     ("--max-response-tokens", "max_response_tokens"),
     ("--trust-remote-code", "trust_remote_code=True"),
 )
-"""What messages say to who typed a command, and what it is in Python."""
+"""Patterns of what messages tell users of the command, and what they tell users of Python."""
 
 
 def overrides_of(values: Mapping[str, object]) -> list[str]:
@@ -68,7 +68,7 @@ def of_length(recipe: str, overrides: Sequence[str]) -> list[str]:
 
 
 def in_python(text: str) -> str:
-    """Return a message in the words of the library.
+    """Return a message with the command's words replaced by those of Python.
 
     >>> in_python("resume it with `rally train runs/mine --resume`, or seed=1 (command line)")
     "resume it with `rally.train('runs/mine', resume=True)`, or seed=1 (rally.train)"
@@ -79,9 +79,9 @@ def in_python(text: str) -> str:
 
 
 def renamed(error: ErrorT) -> ErrorT:
-    """Return an error in the words of the library; the same where it has none of the command's.
+    """Return an error whose message is that of `in_python`; the same error if its message does not change.
 
-    Errors whose only argument is what they say can be made anew.
+    Only errors whose single argument is their message can be made again with another one.
     """
     if isinstance(error, ConfigError):
         problems = tuple(map(in_python, error.problems))

@@ -99,7 +99,7 @@ class _Loader(abc.ABC):
         return shard
 
     def check(self, path: str, *, trust_remote_code: bool = False, lora: LoRAConfig | None = None) -> None:
-        """Raise what loading would raise, as far as config.json and the headers of the files show it.
+        """Raise the errors of loading that config.json and the headers of the files show.
 
         Raises:
             ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here, or adapters do not

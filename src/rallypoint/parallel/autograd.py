@@ -1,8 +1,8 @@
 """Collectives that gradients pass through.
 
-The loss is computed by every rank of an `sp` or `tp` group from the same numbers, so that each of them has the whole
-gradient of what it was computed from: `gather_rows` hands a rank its own slice of it, with nothing to add up. What is
-added up are the gradients of things that ranks used in parts: inputs of a cut matrix (`replicate`), and weights.
+Every rank of an `sp` or `tp` group computes the loss from the same numbers, so each has the whole gradient of these
+numbers: backward, `gather_rows` gives a rank its own slice and sums nothing. Gradients are summed where each rank used
+a part: of the inputs of a cut matrix (`replicate`), and of weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses, advantages and episodes that are functions of the user's: from the config to what computes, and its checks.
+"""Losses, advantages, episodes and rewards that are functions of the user's: found by name, and checked before a run.
 
 Owns: when a function is held to the rules of `rallypoint.testing`: before anything is started. Its text travels with
 the loss, so that all ranks compute the same, also where they have no such file, or another one. And which rewards score

@@ -183,11 +183,11 @@ def _length(trajectory: Trajectory) -> int:
 
 
 def _versions(turn: Turn) -> list[int]:
-    """Return that of each token of a response."""
+    """Return the version of each token of a response."""
     spans = turn.spans or ((turn.version, len(turn.response)),)
     return [version for version, length in spans for _ in range(length)]
 
 
 def _tensor(values: Sequence[float], dtype: type) -> torch.Tensor:
-    """Do as `torch.tensor` does, in a third of its time for a list."""
+    """Return what `torch.tensor` returns; for a list in a third of its time."""
     return torch.from_numpy(np.array(values, dtype=dtype))  # pyright: ignore[reportUnknownMemberType]

@@ -2,10 +2,10 @@
 
 Owns: how such memory is made, and how another process opens it. Must not know: what is in it.
 
-CUDA's rules for handles of device memory, and those of torch's own handles, of which ours are a thin wrapper: a process
-cannot open a handle that it made itself; a handle is counted for one process that opens it, so that each receiver needs
-its own; and it cannot be opened where a device does not reach the other's memory, or processes may not share any
-(containers, slices of a device). Then host memory is used instead, and the log says so.
+Handles of device memory are torch's, and have CUDA's rules. A process cannot open a handle that it made itself. A
+handle is for one receiver, so each needs its own. It cannot be opened where one device does not reach the other's
+memory, or where processes may not share memory (containers, slices of a device). Then host memory is used, and the log
+says so.
 """
 
 from __future__ import annotations

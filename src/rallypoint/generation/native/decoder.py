@@ -36,7 +36,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
 
 class DecoderRows(Rows, Protocol):
-    """Rows that say which tokens they are at; see `rallypoint.models.Rows`."""
+    """Rows with the place of each of their tokens; see `rallypoint.models.Rows`."""
 
     @property
     def tokens(self) -> Tensor:
@@ -118,7 +118,7 @@ def before_attention(network: Network, layer: Layer, states: Tensor, cos: Tensor
 
 
 def after_attention(network: Network, layer: Layer, states: Tensor, attended: Tensor) -> Tensor:
-    """Add to states what attention has found, [B, H * D], and what the MLP makes of both: [B, E]."""
+    """Add the output of attention, [B, H * D], to the states, and then that of the MLP: [B, E]."""
     states = linear(layer.out, attended).add_(states)
     gate_up = linear(layer.gate_up, norm(states, layer.mlp_norm, network.eps))
     gate, up = gate_up.chunk(2, -1)
@@ -207,7 +207,7 @@ class Decoder:
         return soft_capped(lm_head(self.model)(states), logit_softcap(self.model.config))
 
     def probe(self) -> LayerShapes:
-        """Find out whether the model is plain, and ask it for the shapes of its layers.
+        """Find out whether the model is plain, and the shapes of its layers.
 
         Raises:
             ModelError: see `check_decoder`.
@@ -264,7 +264,7 @@ class _Base(Protocol):
 
 
 class PlainDecoder:
-    """The same for plain decoders, in fewer operations."""
+    """Passes of a plain decoder, in fewer operations."""
 
     def __init__(self, model: PreTrainedModel, arithmetic: Arithmetic = by_operators) -> None:
         """Take a model that `fits`, and what computes it."""
@@ -356,7 +356,7 @@ def _linear(*linears: nn.Linear) -> Linear:
 
 
 def is_plain(part: nn.Module) -> bool:
-    """Say whether a part of a model is a linear layer, whole and without adapters."""
+    """Return whether a part of a model is a linear layer, whole and without adapters."""
     return type(part) is nn.Linear and type(part.weight) is nn.Parameter and not _has_hooks(part)
 
 
@@ -367,7 +367,7 @@ def _has_hooks(part: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
-    """Compare the two ways through a model on a few tokens.
+    """Compare plain arithmetic with the model's own code on a few tokens.
 
     Raises:
         ModelError: they differ.

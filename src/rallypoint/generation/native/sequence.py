@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def num_steps_in_memory(self) -> int:
-        """Steps for which it has memory; as many as a block has tokens if it ends before it needs more."""
+        """Steps for which it has memory; those of a whole block if it ends before it needs another one."""
         num_stored = len(self.tokens) - 1
         fits = len(self.own_blocks) * BLOCK_TOKENS - num_stored
         return BLOCK_TOKENS if len(self.tokens) + fits >= self.max_new_tokens else fits
