@@ -269,12 +269,12 @@ class _Writer:
             places: where in the text each of these is.
             pieces: its ids, tokenized in pieces.
         """
-        apart = [*itertools.chain.from_iterable(pieces)]
-        if not self._is_marked and (apart == whole or self._decode(apart) == self._decode(whole)):
+        joined = [*itertools.chain.from_iterable(pieces)]
+        if not self._is_marked and (joined == whole or self._decode(joined) == self._decode(whole)):
             starts = [*itertools.accumulate(map(len, pieces))]
             # A template that renders the conversation again for a later turn gives the tokens of `whole`.
-            fits = apart == whole or all(self._is_seen(row, apart, cue) for cue in row.cues[1:])
-            return apart, [*itertools.pairwise(starts)], fits
+            fits = joined == whole or all(self._is_seen(row, joined, cue) for cue in row.cues[1:])
+            return joined, [*itertools.pairwise(starts)], fits
         import numpy as np
 
         begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
@@ -282,7 +282,7 @@ class _Writer:
             (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(begins, stop)))
             for start, stop in row.spans
         ]
-        fits = (apart == whole and -1 not in row.cues) or all(self._is_seen(row, whole, cue) for cue in row.cues)
+        fits = (joined == whole and -1 not in row.cues) or all(self._is_seen(row, whole, cue) for cue in row.cues)
         return whole, turns, fits
 
     def _is_seen(self, row: Turns, whole: list[int], cue: int) -> bool:

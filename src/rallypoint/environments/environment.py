@@ -41,8 +41,8 @@ Episode: TypeAlias = (
     Callable[[Prompt, Client], Awaitable[Result]] | Callable[[Client, Example], Awaitable[Result]] | type[Steps]
 )
 """Makes one rollout of a prompt: the turns of its client. It may wait for anything; other episodes continue meanwhile.
-If it raises, takes too long, or returns something else, its rollout is left out and counted. Which arguments it takes
-says the name of the first: `client`, or anything else."""
+If it raises, takes too long, or returns something else, its rollout is left out and counted. A first argument named
+`client` means (client, example); any other name means (prompt, client)."""
 
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:

@@ -69,7 +69,7 @@ class RolloutWorker(LeaseHolder):
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
             return spec.load_policy(context)
-        assert self._actor is not None, "an actor worker came to life here before"
+        assert self._actor is not None, "an actor worker started here before"
         if "actor" in spec.config.sleeping:
             self.lease.sleep_between(self._actor.engine)
         return self._actor.engine.shard

@@ -41,7 +41,7 @@ ResultT = TypeVar("ResultT")
 
 
 class AbandonedError(RallyError):
-    """A step was given up after an interruption; it is done again when the run goes on."""
+    """A step was abandoned after an interruption; it is done again when the run goes on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class AdmittedBatch:
     failures: list[RolloutFailure] = dataclasses.field(default_factory=list[RolloutFailure])
 
     def close(self) -> None:
-        """Give up what is in flight."""
+        """Cancel what is in flight."""
         for group in self.groups:
             group.close()
         self.scoring.stop()
@@ -137,7 +137,7 @@ class InFlight:
         self.groups: dict[int, GroupInFlight] = {}
         """Those of training; validation has its own."""
         self.scored: asyncio.Queue[GroupInFlight | None] = asyncio.Queue()
-        """Groups as they are scored, of the validation, too; None when all is given up."""
+        """Groups as they are scored, of the validation, too; None when all are cancelled."""
         self._config, self._mailbox, self._rewards, self._episode = config, mailbox, rewards, episode
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
         # Each admitted batch keeps one busy, and asyncio's own are few.

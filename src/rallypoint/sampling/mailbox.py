@@ -36,14 +36,14 @@ from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.replay import Schedule
 
 RequestClass: TypeAlias = Literal["training", "person"]
-"""Who asks: a rollout, from an episode or over an agent's session, or a person at the endpoint, on an engine apart."""
+"""Who asks: a rollout, of an episode or an agent's session, or a person at the endpoint, on a separate engine."""
 
 _GRACE_S = 10.0
 """Seconds that ranks may take to drop cancelled requests."""
 _BARRIER_STEPS = 16
 """Steps of the engines after which ranks are held where a barrier is watched."""
 _PASSES = 10
-"""Passes of the event loop in which whoever waited for a response goes on: an episode, its group, its next request."""
+"""Passes of the event loop until all that waited for a response have run: an episode, its group, its next request."""
 
 
 class Barrier:
@@ -78,7 +78,7 @@ class Barrier:
         await self._reached.wait()
 
     def look(self) -> None:
-        """Let whoever watches look, although no rank samples."""
+        """Wake those that watch, although no rank samples."""
         self._reached.set()
 
     async def hold(self) -> None:
@@ -189,7 +189,7 @@ class RequestQueue:
             kept.receive(failed_output(number, 0, error))
 
     def clear(self) -> list[KeptRequest]:
-        """Give up all requests and return them; a rank that still has some is told with the next slice."""
+        """Cancel all requests and return them; a rank that still has some is told with the next slice."""
         given_up = list(self._open.values())
         for kept in given_up:
             self.cancel(kept.number)
@@ -221,7 +221,7 @@ class RequestQueue:
         return asked
 
     def receive(self, outputs: Sequence[Output]) -> None:
-        """Deliver what ranks have sampled; outputs of requests that were given up meanwhile are left out."""
+        """Deliver what ranks have sampled; outputs of requests that were cancelled meanwhile are left out."""
         for output in outputs:
             if (kept := self._open.get(output.request_id)) is None:
                 continue
@@ -317,7 +317,7 @@ class Mailbox:
         for pump in running:
             pump.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        with contextlib.suppress(RallyError, TimeoutError):  # whoever stops has a reason, which is told
+        with contextlib.suppress(RallyError, TimeoutError):  # the reason for stopping is reported elsewhere
             async with asyncio.timeout(_GRACE_S):
                 await self.role.forget()
 

@@ -93,7 +93,7 @@ class RecordedSource:
         """Keep nothing: the record has no ranks that load."""
 
     async def load(self, version: int, published: Path | None = None) -> None:
-        """Take note of the version that the next batch was sampled with, or an older one."""
+        """Record the version that the next batch was sampled with, or an older one."""
         del published
         self._version = version
 

@@ -107,7 +107,7 @@ class Batches(Subscriber, Protocol):
         ...
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel what is in flight."""
         ...
 
     def hurry(self) -> None:

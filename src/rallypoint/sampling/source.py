@@ -222,7 +222,7 @@ class RolloutSource:
             self._is_complete.set()
 
     def _drop(self, indices: Sequence[int]) -> None:
-        """Give up groups without signal; the next prompts get their slots."""
+        """Drop groups without a signal; the next prompts get their slots."""
         for index in indices:
             self._groups.drop(index)
             self._watch.times.dropped(index, "no signal")
@@ -234,7 +234,7 @@ class RolloutSource:
         Groups without a signal are replaced (DAPO, arXiv 2503.14476, section 3.2). All groups are waited for
         before others begin, so that the same seed samples the same prompts side by side. A run that samples ahead has
         replaced them as they were scored, see `_follow`: which groups a step takes in order of admission follows from
-        the scores alone, and what was sampled beside what is in its schedule.
+        the scores alone, and which requests were sampled together is in its schedule.
         """
         rollout = self._config.rollout
         with contextlib.ExitStack() as until_chosen:
@@ -257,7 +257,7 @@ class RolloutSource:
         return groups, replaced, Metrics(counts)
 
     async def _next_groups(self) -> list[GroupInFlight]:
-        """Return the groups of the next step; with a window, or others beside them, they are already complete."""
+        """Return the groups of the next step; with a window, or over-sampling, they are already complete."""
         while (indices := self._find_next()) is None:
             groups = list(self._in_flight.groups.values())
             if len(groups) < self._config.rollout.num_prompts:
@@ -287,7 +287,7 @@ class RolloutSource:
         missing = sorted(set(taken) - self._in_flight.groups.keys())
         if missing and (not self._drops_ahead or self._groups.all_are_complete):
             raise ScheduleError(
-                f"rollout.schedule trains on prompts {missing} next, which are not under way: it is not the schedule "
+                f"rollout.schedule trains on prompts {missing} next, which are not in flight: it is not the schedule "
                 "of a run with this config"
             )
         if self._drops_ahead and not all(map(self._groups.is_complete, taken)):
@@ -355,7 +355,7 @@ class RolloutSource:
         return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
     def hurry(self) -> None:
-        """From now on give episodes and the reward function only a few seconds, because the run is ending."""
+        """Give episodes and the reward function only a few more seconds, because the run is ending."""
         self._in_flight.hurry()
 
     async def close(self) -> None:

@@ -135,7 +135,7 @@ class Room:
         return len(self._connections)
 
     def enter(self, connection: Connection) -> None:
-        """Take note of a new connection."""
+        """Add a new connection."""
         self._connections.add(connection)
 
     def leave(self, connection: Connection) -> None:
