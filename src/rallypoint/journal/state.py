@@ -7,11 +7,11 @@ supersedes what earlier starts did after step 20.
 >>> began = RunBegan(first=0, config={"trainer.num_steps": 9}, software={}, machine="")
 >>> done = [StepDone(step=step, metrics={}, digests={}) for step in (1, 2, 3)]
 >>> killed = fold([began, *done])
->>> killed.step, killed.is_ended
-(3, False)
+>>> killed.step, killed.ended
+(3, None)
 >>> again = fold([began, *done, dataclasses.replace(began, first=2), RunEnded(how="stopped")])
->>> again.step, again.is_ended, again.num_starts, [start.first for start in again.starts]
-(2, True, 2, [0, 2])
+>>> again.step, again.ended.how, again.num_starts, [start.first for start in again.starts]
+(2, 'stopped', 2, [0, 2])
 """
 
 from __future__ import annotations
@@ -67,11 +67,6 @@ class RunState:
     def step(self) -> int:
         """Newest step that is done."""
         return max(self.steps, default=0 if self.began is None else self.began.first)
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether its newest start has come to an end of its own."""
-        return self.ended is not None
 
 
 def _supersede(first: int, *kinds: dict[int, Any]) -> None:
