@@ -5,9 +5,9 @@
         model.create.intermediate_size=1280 model.create.num_heads=10 model.create.num_key_value_heads=10  # 10M
     python benchmarks/digests.py digits-grpo "cluster.pools={main: [1], side: [1]}" roles.rollout.pool=side
 
-Trains a recipe in this process, and times every call that records something inside the step which it is part of, so
-that both have the same machine. Figures are medians over steps, without the first two. Weights are loaded, and have a
-digest there, only where the roles do not share them, as in the last line.
+Trains a recipe in this process, and measures every call that records something in the step which it is part of. Both
+are processor seconds, which other programs on the machine hardly change; figures are medians over steps, without the
+first two. Weights are loaded, and have a digest there, only where the roles do not share them, as in the last line.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 import yaml
 
 import rallypoint
-from rallypoint.journal import Event, Journal, StepDone, read_journal
+from rallypoint.journal import Journal, StepDone
 from rallypoint.recipes import steps
 from rallypoint.roles import actor, rollout
-from rallypoint.run.folder import RunFolder
 from rallypoint.sampling import group
 
 NUM_WARMUP_STEPS = 2
@@ -41,38 +40,35 @@ RECORDED: tuple[tuple[str, Any, str], ...] = (
 
 
 class Stopwatch:
-    """Seconds of each kind of record, step by step."""
+    """Processor seconds of each kind of record, step by step."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, collections.Counter[str]]] = []
         """Seconds of each step, and those of its records."""
-        self._now = collections.Counter[str]()
+        self._now, self._began = collections.Counter[str](), time.process_time()
 
     def wrap(self, what: str, owner: Any, name: str) -> None:
         """Time the calls of a function from here on."""
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             found = function(*arguments, **options)
             found = list(found) if isinstance(found, Iterator) else found
-            self._now[what] += time.perf_counter() - began
-            if isinstance(done := arguments[-1] if arguments else None, StepDone):
-                self.steps.append((done.seconds, self._now))
-                self._now = collections.Counter[str]()
+            self._now[what] += time.thread_time() - began
+            if arguments and isinstance(arguments[-1], StepDone):
+                self.steps.append(((now := time.process_time()) - self._began, self._now))
+                self._now, self._began = collections.Counter[str](), now
             return found
 
         setattr(owner, name, timed)
 
 
-def show(stopwatch: Stopwatch, events: list[Event]) -> None:
-    """Print the events of a step, and what its record takes of it."""
-    kinds = collections.Counter(type(event).__name__ for event in events)
-    num_steps = len(stopwatch.steps)
-    print(", ".join(f"{count / num_steps:.2f} {kind}" for kind, count in kinds.items()), "in a step")
+def show(stopwatch: Stopwatch) -> None:
+    """Print what the record of a step takes of it."""
     counted = stopwatch.steps[NUM_WARMUP_STEPS:]
     step_s = statistics.median(seconds for seconds, _ in counted)
-    print(f"a step: {1e3 * step_s:.0f} ms, the median of {len(counted)}")
+    print(f"a step: {1e3 * step_s:.0f} ms of the processor, the median of {len(counted)}")
     for what in (*(what for what, *_ in RECORDED), "all of it"):
         took = [sum(parts.values()) if what == "all of it" else parts[what] for _, parts in counted]
         shares = [one / seconds for one, (seconds, _) in zip(took, counted, strict=True)]
@@ -92,8 +88,8 @@ def main() -> None:
     for what, owner, name in RECORDED:
         stopwatch.wrap(what, owner, name)
     with tempfile.TemporaryDirectory() as folder:
-        run = rallypoint.train(asked.recipe, config=config, num_steps=asked.steps, runs_dir=folder, display=False)
-        show(stopwatch, [entry.event for entry in read_journal(RunFolder(run.folder).journal)])
+        rallypoint.train(asked.recipe, config=config, num_steps=asked.steps, runs_dir=folder, display=False)
+    show(stopwatch)
 
 
 if __name__ == "__main__":
