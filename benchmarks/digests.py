@@ -3,7 +3,7 @@
     python benchmarks/digests.py digits --steps 20
     python benchmarks/digests.py digits-grpo model.create.hidden_size=320 model.create.num_layers=6 \
         model.create.intermediate_size=1280 model.create.num_heads=10 model.create.num_key_value_heads=10  # 10M
-    python benchmarks/digests.py digits-grpo "cluster.pools={main: [1], side: [1]}" roles.rollout.pool=side
+    python benchmarks/digests.py digits-grpo "cluster.pools={main: [1], side: [1]}" rollout.placement.pool=side
 
 Trains a recipe in this process, and measures every call that records something in the step which it is part of. Both
 are processor seconds, which other programs on the machine hardly change; figures are medians over steps, without the
