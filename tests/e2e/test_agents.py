@@ -99,9 +99,11 @@ def test_a_stopped_run_of_agents_ends_with_the_weights_of_a_whole_one(train):
     assert weights_of(RunFolder(again.folder)) == weights_of(RunFolder(whole.folder))
 
 
-def test_agents_that_sample_ahead_begin_as_the_episode_in_process_and_are_repeated_by_their_schedule(train):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_agents_that_sample_ahead_begin_as_the_episode_in_process_and_are_repeated_by_their_schedule(train, runtime):
     ahead = {"cluster.pools": {"main": [1], "sampling": [1]}, "rollout.placement.pool": "sampling"}
-    ahead |= {"rollout.max_staleness": 1, "checkpoint.every_steps": 1}
+    ahead |= {"rollout.max_staleness": 1, "checkpoint.every_steps": 1, "cluster.runtime": runtime}
     stopped = train(name="stopped", num_steps=3, config=ahead, callbacks=lambda step: step.stop())
     over_http = rally.train(stopped, resume=True, display=False)
     assert over_http.finished
