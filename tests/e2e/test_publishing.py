@@ -15,9 +15,10 @@ def sharded(size: str) -> list[str]:
 def test_ranks_that_share_matrices_publish_to_a_rank_elsewhere_by_every_way(runs, weights_of):
     """Two threads have a half of each matrix, a third one has all of them."""
     pools = ("cluster.pools={main: [2], second: [1]}", "rollout.placement.pool=second")
-    beside = runs.run("beside", "cluster.runtime=inline", "cluster.pools={main: [2]}", HEADS, *sharded("tp=2"))
+    common = ("cluster.runtime=inline", SHORT, HEADS, *sharded("tp=2"))
+    beside = runs.run("beside", "cluster.pools={main: [2]}", *common)
     for way in WAYS:
-        run = runs.run(way, "cluster.runtime=inline", *pools, HEADS, *sharded("tp=2"), f"rollout.weights={way}")
+        run = runs.run(way, *pools, *common, f"rollout.weights={way}")
         assert weights_of(run) == weights_of(beside), way
         assert not run.published.exists()
 
@@ -28,15 +29,15 @@ def test_processes_that_shard_a_model_publish_to_a_rank_beside_by_every_way(runs
         "cluster.runtime=ray",
         "cluster.pools={main: [2]}",
         "rollout.placement.num_ranks=1",
-        "trainer.num_steps=2",
+        SHORT,
     )
     found = [weights_of(runs.run(way, *common, *sharded("dp_shard=2"), f"rollout.weights={way}")) for way in WAYS]
     assert found[0] == found[1] == found[2]
 
 
 def test_adapters_alone_take_the_way_to_a_rank_elsewhere(runs, weights_of):
-    lora, pools = "model.lora={rank: 4, alpha: 8}", "cluster.pools={main: [1], second: [1]}"
-    colocated = runs.run("colocated", lora, "cluster.runtime=inline", "cluster.pools={main: [1]}")
+    common = ("cluster.runtime=inline", SHORT, "model.lora={rank: 4, alpha: 8}")
+    colocated = runs.run("colocated", "cluster.pools={main: [1]}", *common)
     for way in WAYS:
-        split = ("cluster.runtime=inline", pools, "rollout.placement.pool=second", f"rollout.weights={way}")
-        assert weights_of(runs.run(way, lora, *split)) == weights_of(colocated), way
+        split = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second", f"rollout.weights={way}")
+        assert weights_of(runs.run(way, *split, *common)) == weights_of(colocated), way
