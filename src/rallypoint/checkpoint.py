@@ -169,13 +169,21 @@ def adopt(saved: Path, folder: Path) -> None:
         raise CheckpointError(explain(folder / saved.name, error)) from error
 
 
-def prune(folder: Path, keep: int, *, best: int = 0) -> None:
-    """Remove all but the newest checkpoints, and that of the best step if it is not 0; and what killed saves left."""
+def prune(folder: Path, keep: int, *, best: int = 0, every: int | None = None) -> None:
+    """Remove old checkpoints, and what killed saves left.
+
+    Args:
+        folder: of checkpoints.
+        keep: number of the newest, which stay.
+        best: step whose checkpoint stays; 0 for none.
+        every: checkpoints of its multiples stay; None for none.
+    """
     for ending in ("partial", "replaced"):
         for leftover in folder.glob(f".step_*.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
     found = steps(folder)
-    for name in (checkpoint_name(step) for step in found[: max(0, len(found) - keep)] if step != best):
+    stay = {best, *(step for step in found if every and step % every == 0)}
+    for name in (checkpoint_name(step) for step in found[: max(0, len(found) - keep)] if step not in stay):
         # Renamed first: a half-removed checkpoint must not look like one.
         doomed = (folder / name).rename(folder / f".{name}.partial")
         shutil.rmtree(doomed)

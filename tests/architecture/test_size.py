@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-MAX_CODE_LINES = 51_506
+MAX_CODE_LINES = 51_518
 MAX_SINGLE_IMPORTERS = 42
 
 BLANK = {

@@ -126,6 +126,7 @@ class Saver:
             self._is_owed
             or step == self.best[0]
             or step % self.setup.config.checkpoint_every_steps == 0
+            or (config.keep_every is not None and step % config.keep_every == 0)
             or (config.every_s is not None and self.clock() - self._saved_at >= config.every_s)
         )
 
@@ -205,9 +206,12 @@ class Saver:
         await self.in_background(rest.close)
         self._is_owed, self._saved_at, self.took_s = False, began, self.clock() - began
         self._saved(step, spans.scalars())
-        keep, folder = self.setup.config.checkpoint.keep, self.folder.checkpoints
+        config = self.setup.config.checkpoint
+        prune = functools.partial(
+            checkpoint.prune, self.folder.checkpoints, config.keep, best=self.best[0], every=config.keep_every
+        )
         try:
-            await self.in_background(functools.partial(checkpoint.prune, folder, keep, best=self.best[0]))
+            await self.in_background(prune)
         except OSError as error:
             self.setup.journal.say(f"old checkpoints stay: {error}", level="log")
 

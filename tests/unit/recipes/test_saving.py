@@ -48,9 +48,9 @@ class Background:
 def saver(tmp_path):
     """Return a function that makes a saver."""
 
-    def make(background=None, every_s=None):
+    def make(background=None, every_s=None, keep_every=None):
         run = RunFolder(tmp_path)
-        settings = {"keep": 2, "keep_best": False, "snapshots": True, "every_s": every_s}
+        settings = {"keep": 2, "keep_best": False, "snapshots": True, "every_s": every_s, "keep_every": keep_every}
         config = types.SimpleNamespace(
             checkpoint=types.SimpleNamespace(**settings),
             checkpoint_every_steps=2,
@@ -190,6 +190,18 @@ def test_no_checkpoint_is_newer_than_its_journal(saver):
         await one.finish()
         assert checkpoint.steps(one.folder.checkpoints) == [3]
         assert "journal.jsonl cannot be written: No such file" in said(one)[0]
+
+    asyncio.run(run())
+
+
+def test_each_n_th_step_is_saved_and_stays_beside_the_newest(saver):
+    async def run():
+        one = saver(keep_every=5)
+        for step in range(1, 13):
+            await one.after(step, is_last=False, interrupted=asyncio.Event())
+            await one.finish()
+        assert journalled(one) == [2, 4, 5, 6, 8, 10, 12]
+        assert checkpoint.steps(one.folder.checkpoints) == [5, 10, 12], "two of the newest, and 5"
 
     asyncio.run(run())
 

@@ -25,6 +25,13 @@ class CheckpointConfig(Section):
         help="Also when a step ends so long after the newest checkpoint; null: by steps only.",
     )
     keep: int = key(2, at_least=1, help="Older checkpoints are removed.")
+    keep_every: int | None = key(
+        None,
+        hidden=True,
+        at_least=1,
+        unit="steps",
+        help="Also save each of these steps (100: 100, 200, ...), and never remove it.",
+    )
     keep_best: bool = key(
         False, help="Save after each validation that is better than all before it, and never remove the best."
     )
