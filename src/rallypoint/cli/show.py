@@ -59,9 +59,9 @@ def print_checkup(found: Sequence[Finding]) -> bool:
     console = _console()
     for one in found:
         mark, style = LEVELS[_STANDINGS[one.level]]
-        console.print(f"[{style}]{mark}[/] {one.level:<6}{one.what:<14} {escape(clean(one.said))}")
+        console.print(f"[{style}]{mark}[/] {one.level:<6}{one.what:<14} {escape(clean(one.said))}", soft_wrap=True)
         if one.advice:
-            console.print(f"{'':<8} -> {escape(one.advice)}")
+            console.print(f"{'':<8} -> {escape(one.advice)}", soft_wrap=True)
     return any(one.level == "fault" for one in found)
 
 
