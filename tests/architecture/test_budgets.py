@@ -34,6 +34,8 @@ BROAD: dict[str, str] = {
     "generation/native/accelerator/graphs.py:_try": "whatever keeps a step from being captured, it is left out",
     "generation/engine_thread.py:_error_of": "whatever a step raises, requests wait for what is done about it",
     "model_files/from_verl.py:_read": "a damaged pickle raises anything; it is refused, and nothing of it was run",
+    "prepare/checkup.py:look": "machines fail in every way, and what cannot be looked at is a finding itself",
+    "prepare/checkup.py:check_all": "as look, which stands in it",
     "recipes/export.py:push": "clients of the hub raise what their HTTP library does; the exported folder is whole",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
