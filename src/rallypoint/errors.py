@@ -200,6 +200,12 @@ class NotFiniteError(RallyError, ArithmeticError):
     """Whether all ranks have left an optimizer step out because of it, and can go on."""
 
 
+class UpdateNotFiniteError(NotFiniteError):
+    """The loss or the gradient of an optimizer step is not finite."""
+
+    is_of_update = True
+
+
 class OwnLossError(NotFiniteError):
     """What a function of the user's said of a token is NaN or infinite."""
 

@@ -55,6 +55,10 @@ BROAD: dict[str, str] = {
     "environments/pool.py:_work": "raised again where the answer is awaited",
     "sampling/client.py:_end_of": "an episode is the user's code and may raise anything; it becomes a counted value",
     "sampling/client.py:_ask": "what concerns all rollouts ends the run, whatever the episode that met it catches",
+    "environments/shipped/mcp_servers.py:tools": "its package and the network raise anything; the server is named",
+    "environments/shipped/mcp_servers.py:call": "as tools; it becomes a counted failure of the rollout",
+    "environments/shipped/mcp_servers.py:_work": "raised again, after a connection that is of no use is closed",
+    "environments/shipped/mcp_servers.py:_hold": "raised again where the connection is awaited",
     "environments/tools.py:_call": "a tool is the user's code and may raise anything; the policy reads it",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "rallypoint"
-VENDORS = re.compile(r"cuda|nccl|nvidia|xpu|xccl|rocm(?!ask)|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE)
-"""Not the system call rt_sigprocmask."""
+VENDORS = re.compile(
+    r"cuda|(?<!asy)nccl|nvidia|xpu|xccl|rocm(?!ask)|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE
+)
+"""Not the system call rt_sigprocmask, nor AsyncClient."""
 RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code", "search")
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
@@ -15,6 +17,8 @@ EXCEPTIONS = {
     "config/sections/places.py": "examples of what a user may write for cluster.device",
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
+    "prepare/checkup.py": "one vendor's driver must be new enough for what torch is built for, and it is asked",
+    "roles/colocated.py": "torch records the allocations of one kind of device",
     "prepare/machine.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "generation/native/accelerator/graphs.py": "before torch 2.13 only one kind of device has graphs",

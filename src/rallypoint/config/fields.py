@@ -150,7 +150,8 @@ def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]
     """Yield every leaf of a config with its value, except hidden ones; a section that is off counts as a leaf."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
-        if value == info.default and isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("hidden"):
+        extra = info.json_schema_extra
+        if value == info.default and isinstance(extra, dict) and cast("dict[str, object]", extra).get("hidden"):
             continue
         if isinstance(value, tuple):
             items = cast("tuple[object, ...]", value)

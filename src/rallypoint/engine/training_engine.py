@@ -24,7 +24,7 @@ from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.engine.offload import Checkpoints, Sleeper
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
+from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError, UpdateNotFiniteError
 from rallypoint.models import ModelShard
 from rallypoint.types import Last, Mean, Metrics, PerToken, Sequences, merge, token_index
 
@@ -68,10 +68,8 @@ class TrainingEngine(Generic[BatchT]):
         if optimizer is None and not shard.has_adapters:  # it tells adapters from frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
-        are_masters = self._sharding.half is not None
-        self.optimizer = (
-            make_optimizer(self.weights, optimizer, eps=eps, are_masters=are_masters) if optimizer else None
-        )
+        halved = self._sharding.half is not None
+        self.optimizer = make_optimizer(self.weights, optimizer, eps=eps, are_masters=halved) if optimizer else None
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._is_strict = deterministic and self.model.device.type != "cpu"
@@ -187,7 +185,7 @@ class TrainingEngine(Generic[BatchT]):
         totals = torch.stack([total for _, total in passed]).tolist() if passed else []
         for (rows, _), total in zip(passed, totals, strict=True):
             if not math.isfinite(total):
-                return measured, _of_update(NotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}"))
+                return measured, UpdateNotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}")
         return measured, None
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
@@ -230,7 +228,7 @@ class TrainingEngine(Generic[BatchT]):
         masters = {name: self.optimizer.master(weight) for name, weight in self.weights.items() if weight.requires_grad}
         norm = self._sharding.reduce_and_clip(masters, max_norm)
         if not math.isfinite(norm):
-            raise _of_update(NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken"))
+            raise UpdateNotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
         return norm
 
     def _cut(self, batch: Sequences) -> list[list[int]]:
@@ -277,11 +275,6 @@ def _divided(total: Tensor, denominator: Denominator) -> Tensor:
     if isinstance(denominator, tuple):
         return (total / torch.tensor(denominator, dtype=total.dtype, device=total.device)).sum()
     return total / denominator
-
-
-def _of_update(error: NotFiniteError) -> NotFiniteError:
-    error.is_of_update = True
-    return error
 
 
 def _name_rows(batch: Sequences, rows: list[int]) -> str:

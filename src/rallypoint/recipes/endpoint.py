@@ -119,9 +119,9 @@ class Endpoint:
         """Remember the newest numbers."""
         match entry.event:
             case RolesStarted(step=step, metrics=metrics) | StepDone(step=step, metrics=metrics):
-                self._step, self._metrics = step, self._metrics | metrics
+                self._step, self._metrics = step, {**self._metrics, **metrics}
             case Validated(metrics=metrics):
-                self._metrics = self._metrics | metrics
+                self._metrics = {**self._metrics, **metrics}
             case _:
                 pass
 

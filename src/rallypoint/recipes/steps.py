@@ -135,8 +135,9 @@ class Steps:
 
     async def _in_time(self, work: Awaitable[None]) -> bool:
         """Return whether something ended before what is left of a grace period is needed for saving."""
+        timer = asyncio.timeout_at(self.deadline)
         try:
-            async with asyncio.timeout_at(self.deadline) as timer:
+            async with timer:
                 self.timer = timer
                 await work
         except (TimeoutError, RallyError):

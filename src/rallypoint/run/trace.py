@@ -238,8 +238,8 @@ def _draw_groups(sheet: _Sheet, entries: Sequence[Entry], bases: Iterable[tuple[
     for entry in entries:
         if isinstance(entry.event, GroupScored):
             base_s = next((base for began_s, base in reversed(starts) if began_s <= entry.time_s), starts[0][1])
-            times = (base_s + at_s for at_s in (entry.event.admitted_s, entry.event.sampled_s, entry.event.scored_s))
-            found.append((*times, entry.event))
+            group = entry.event
+            found.append((base_s + group.admitted_s, base_s + group.sampled_s, base_s + group.scored_s, group))
     for admitted_s, sampled_s, scored_s, group in sorted(found, key=lambda one: one[0]):
         tokens = sum(length for *_, spans, _ in group.turns for _, length in spans)
         kind = "group" if group.validation is None else "validation group"
