@@ -285,6 +285,26 @@ def logs(
 
 
 @app.command()
+def drill(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="A drill, or a part of the names of some. Without one, twenty of them."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Do all drills, which takes about an hour.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="Print names, and do nothing.")] = False,
+    write: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Put a table of the results into a Markdown file.")
+    ] = None,
+) -> None:
+    """Break tiny runs on purpose, and exit with 1 if one does not end with the weights of an untouched one."""
+    from rallypoint.cli.replay import print_drills
+
+    if everything and names:
+        raise typer.BadParameter("expected names or --all, not both")
+    raise typer.Exit(0 if print_drills(names or [], everything=everything, only_list=only_list, write=write) else 1)
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that ship with rallypoint."""
     from rallypoint.cli.show import print_recipes

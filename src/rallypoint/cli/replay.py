@@ -1,9 +1,13 @@
-"""`rally replay`, `rally waste` and `rally doctor RUN`: a step computed again, wasted work, and known troubles."""
+"""`rally replay`, `rally waste`, `rally doctor RUN`, `rally drill`: what a run did, again, or broken on purpose."""
 
 from __future__ import annotations
 
 import math
+import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,6 +18,7 @@ from rallypoint.cli.runs import run_of
 from rallypoint.display.summary import in_short
 from rallypoint.display.text import clean, shorten
 from rallypoint.display.theme import LEVELS
+from rallypoint.errors import ConfigError
 from rallypoint.journal import read_journal
 from rallypoint.observability.numbers import counted
 from rallypoint.run.folder import RunFolder
@@ -21,6 +26,7 @@ from rallypoint.run.troubles import troubles_of
 from rallypoint.run.waste import account
 
 if TYPE_CHECKING:
+    from rallypoint.recipes.drilling import Outcome
     from rallypoint.recipes.replay import Computed, Replay
 
 _LEARNED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
@@ -143,3 +149,59 @@ def print_troubles(run: str) -> bool:
     if not found:
         console.print("no known trouble")
     return any(one.level == "bad" for one in found)
+
+
+_TABLE = re.compile(r"(?<=<!-- rally drill: begin -->\n).*?(?=<!-- rally drill: end -->)", re.DOTALL)
+"""Place of the results in a page."""
+
+
+def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, write: str | None) -> bool:
+    """Do drills, and print a line for each.
+
+    Returns:
+        Whether all of them ended with the weights of an untouched run.
+
+    Raises:
+        ConfigError: there is no drill of such a name, or no place for the table in the file.
+    """
+    from rallypoint.recipes.drills import SHORT, chosen
+
+    console = Console(highlight=False)
+    drills = chosen(names if names or everything or only_list else SHORT)
+    if only_list:
+        for drill in drills:
+            console.print(drill.name, markup=False, soft_wrap=True)
+        return True
+    if write is not None and not (Path(write).is_file() and _TABLE.search(Path(write).read_text())):
+        raise ConfigError((f"--write {write}: expected a file with the lines `<!-- rally drill: begin -->` and `end`",))
+    from rallypoint.recipes.drilling import Drills  # only now torch
+
+    folder, outcomes = Path(tempfile.mkdtemp(prefix="drills-")), list["Outcome"]()
+    with Drills(folder).on_one_ray(drills) as doing:
+        for drill in drills:
+            outcomes.append(one := doing.do(drill))
+            verdict = one.problem or f"equal, {one.went_on}"
+            line = f"{drill.name:44} noticed {_seconds(one.noticed_s):>6}  back {_seconds(one.back_s):>6}  {verdict}"
+            console.print(line, markup=False, soft_wrap=True)
+            if write is not None:
+                text = Path(write).read_text()
+                Path(write).write_text(_TABLE.sub(lambda _: _as_markdown(outcomes), text))
+    failed = [one for one in outcomes if one.problem]
+    console.print(f"{len(outcomes) - len(failed)} of {counted(len(outcomes), 'drill')} ended with equal weights")
+    if failed:
+        console.print(f"their runs are in {folder}", markup=False, soft_wrap=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return not failed
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def _as_markdown(outcomes: Sequence[Outcome]) -> str:
+    rows = [
+        f"| `{one.drill.name}` | {_seconds(one.noticed_s)} | {_seconds(one.back_s)} | {one.problem or one.went_on} |"
+        for one in outcomes
+    ]
+    return "\n".join(["| drill | noticed | back | went on |", "|---|---|---|---|", *rows, ""])

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.capacity import num_cores
@@ -86,6 +86,9 @@ class RayCluster:
     A process is in one cluster at a time: Ray allows no more.
     """
 
+    kept: ClassVar[RayCluster | None] = None
+    """The local cluster that all runs of this process share inside `keep`."""
+
     def __init__(self, *, address: str, namespace: str, own: _OwnCluster | None, silence_s: float, say: Say) -> None:
         """Use `start_local` or `join`; nothing else makes a cluster."""
         self.address = address
@@ -122,6 +125,8 @@ class RayCluster:
         Raises:
             ClusterError: Ray does not start, or would not keep to itself.
         """
+        if isinstance(cls.kept, cls):
+            return cls.kept
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
         own = _OwnCluster(log_folder, say, silence_s)
@@ -146,6 +151,17 @@ class RayCluster:
         return cls(
             address=context.address_info["gcs_address"], namespace=own.name, own=own, silence_s=silence_s, say=say
         )
+
+    @classmethod
+    @contextlib.contextmanager
+    def keep(cls, *, log_folder: Path, object_store_gib: float, say: Say) -> Iterator[None]:
+        """Give all runs inside the block one local cluster, which takes seconds to start; see `start_local`."""
+        RayCluster.kept = kept = cls.start_local(log_folder=log_folder, object_store_gib=object_store_gib, say=say)
+        try:
+            yield
+        finally:
+            RayCluster.kept = None
+            kept.shutdown()
 
     @classmethod
     def join(cls, address: str, *, namespace: str, say: Say, timeout_s: float = 30.0, silence_s: float = 60.0) -> Self:
@@ -187,6 +203,8 @@ class RayCluster:
         Never raises, and returns within a minute. A Ray with a fault is not asked to disconnect: this process stays
         tied to it until it ends, and the reaper cleans up.
         """
+        if self is RayCluster.kept:
+            return
         self._leaving.set()
         left = None
         if self.ray_thread.lost is None and self.daemons.fault() is None:

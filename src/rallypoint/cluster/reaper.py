@@ -166,6 +166,14 @@ def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "", driv
     return num_ended
 
 
+def num_left(mark: str, folder: str) -> int:
+    """Return how many processes of a cluster there are."""
+    found = _of_cluster(f"{MARK}={mark}".encode(), folder, 0)
+    for process in found:
+        os.close(process)
+    return len(found)
+
+
 def _of_cluster(entry: bytes, folder: str, driver: int) -> list[int]:
     """Open a pidfd for every process, this one excepted, that is marked or writes logs of the folder."""
     found: list[int] = []
