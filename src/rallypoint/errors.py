@@ -196,14 +196,15 @@ class BusyError(RallyError, TimeoutError):
 class NotFiniteError(RallyError, ArithmeticError):
     """A loss, an advantage, a gradient or a weight is NaN or infinite; training would only spread it."""
 
-    is_of_update = False
-    """Whether all ranks have left an optimizer step out because of it, and can go on."""
+    def __init__(self, *said: object, is_of_update: bool = False) -> None:
+        """Make one.
 
-
-class UpdateNotFiniteError(NotFiniteError):
-    """The loss or the gradient of an optimizer step is not finite."""
-
-    is_of_update = True
+        Args:
+            said: what is printed.
+            is_of_update: whether all ranks have left an optimizer step out because of it, and can go on.
+        """
+        super().__init__(*said)
+        self.is_of_update = is_of_update
 
 
 class OwnLossError(NotFiniteError):

@@ -24,7 +24,7 @@ from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.engine.offload import Checkpoints, Sleeper
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError, UpdateNotFiniteError
+from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.types import Last, Mean, Metrics, PerToken, Sequences, merge, token_index
 
@@ -185,7 +185,8 @@ class TrainingEngine(Generic[BatchT]):
         totals = torch.stack([total for _, total in passed]).tolist() if passed else []
         for (rows, _), total in zip(passed, totals, strict=True):
             if not math.isfinite(total):
-                return measured, UpdateNotFiniteError(f"the loss is {total} for {self._blame(batch, rows, loss)}")
+                said = f"the loss is {total} for {self._blame(batch, rows, loss)}"
+                return measured, NotFiniteError(said, is_of_update=True)
         return measured, None
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
@@ -228,7 +229,7 @@ class TrainingEngine(Generic[BatchT]):
         masters = {name: self.optimizer.master(weight) for name, weight in self.weights.items() if weight.requires_grad}
         norm = self._sharding.reduce_and_clip(masters, max_norm)
         if not math.isfinite(norm):
-            raise UpdateNotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken")
+            raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken", is_of_update=True)
         return norm
 
     def _cut(self, batch: Sequences) -> list[list[int]]:
