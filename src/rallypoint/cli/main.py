@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from rallypoint import __version__
 from rallypoint.cli.engines import engine_app
-from rallypoint.cli.use import chat, evaluate, export, import_verl, serve
+from rallypoint.cli.use import chat, evaluate, export, import_verl, serve, view
 from rallypoint.errors import (
     ConfigError,
     DataError,
@@ -212,42 +212,6 @@ def replay(
 
 
 @app.command()
-def view(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="Folders or names of runs; by default the newest run.")
-    ] = None,
-    export: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the page into one file that opens from a mail.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8765,
-    key: Annotated[
-        list[str] | None, typer.Option(envvar="RALLYPOINT_API_KEY", help="Whoever looks must have it: /?key=KEY.")
-    ] = None,
-    trace: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Write these steps as a trace for ui.perfetto.dev instead.")
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="With --trace: by default trace-FIRST-LAST.json, here.")
-    ] = None,
-    otlp: Annotated[
-        str | None, typer.Option(metavar="URL", help="With --trace: send spans to a collector of OpenTelemetry.")
-    ] = None,
-) -> None:
-    """Show runs in a browser, also while they go on, or write them into one file."""
-    if trace is not None:
-        from rallypoint.cli.runs import write_trace
-
-        write_trace(runs or [], trace, out, otlp)
-        return
-    from rallypoint.cli.use import view as show_page
-
-    show_page(runs or [], export=export, host=host, port=port, keys=tuple(key or ()))
-
-
-@app.command()
 def waste(run: Run) -> None:
     """Print the seconds and tokens of a run that bought nothing, by cause."""
     from rallypoint.cli.replay import print_waste
@@ -329,6 +293,7 @@ for command, name in (
     (chat, "chat"),
     (export, "export"),
     (import_verl, "import-verl"),
+    (view, "view"),
     (serve, "serve"),
 ):
     app.command(name=name)(command)

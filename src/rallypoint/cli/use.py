@@ -1,4 +1,4 @@
-"""`rally eval`, `rally chat`, `rally export` and `rally serve`: what is done with a trained model.
+"""`rally eval`, `chat`, `export`, `serve`, `view` and the like: what is done with a run and its model.
 
 What takes time to import is imported when a command runs.
 """
@@ -319,17 +319,43 @@ def _serve(checkpoint: str, options: Options, *, trust_remote_code: bool) -> Non
         _on_signals(lambda _: serving.give_up())
 
 
-def view(names: Sequence[str], *, export: str | None, host: str, port: int, keys: tuple[str, ...]) -> None:
-    """Serve the page of runs until Ctrl-C or SIGTERM, or write it into a file."""
-    from rallypoint.cli.runs import runs_of
+def view(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="Folders or names of runs; by default the newest run.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the page into one file that opens from a mail.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; another than this machine's own needs a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8765,
+    key: Annotated[
+        list[str] | None, typer.Option(envvar="RALLYPOINT_API_KEY", help="Whoever looks must have it: /?key=KEY.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Write these steps as a trace for ui.perfetto.dev instead.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --trace: by default trace-FIRST-LAST.json, here.")
+    ] = None,
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --trace: send spans to a collector of OpenTelemetry.")
+    ] = None,
+) -> None:
+    """Show runs in a browser, also while they go on, or write them into one file."""
+    from rallypoint.cli.runs import runs_of, write_trace
 
+    if trace is not None:
+        write_trace(names or [], trace, out, otlp)
+        return
     try:
         from rallypoint.page import RunReader, write_report
         from rallypoint.page.app import PageServer
     except ImportError as error:
         raise ServingError(f"rally view {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    runs = RunReader.several(runs_of(names))
+    runs, keys = RunReader.several(runs_of(names or [])), tuple(key or ())
     if export is not None:
         said = write_report(runs, Path(export))
         console.print(f"{export}: {Path(export).stat().st_size / 1e6:.1f} MB; {said}")
