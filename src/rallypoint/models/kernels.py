@@ -7,7 +7,7 @@ statistics, and one writes their gradient in their place. No sum depends on whic
 With `TRITON_INTERPRET=1` the kernels run on a CPU, which is how they are tested without an accelerator.
 """
 
-# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import contextlib

@@ -10,7 +10,7 @@ No bit depends on the values of other sequences; the number of parts depends on 
 With `TRITON_INTERPRET=1` the kernels run on a CPU, which is how they are tested without an accelerator.
 """
 
-# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import functools
