@@ -292,7 +292,7 @@ def test_ctrl_c_on_a_raylet_that_is_stopped_is_answered_at_once_and_ends_the_run
     if status == 130:  # the step needed nothing of the raylet, so it was finished and saved
         assert "nothing is lost" in printed
     else:
-        assert status == 1
+        assert status == 75, "what the machine does may pass"
         assert f"Ray's raylet (pid {raylet}) is stopped" in printed
     assert "--resume" in printed
 
