@@ -23,7 +23,7 @@ from rallypoint.run.folder import RunFolder
 TINY = (
     "model.create={hidden_size: 16, num_layers: 1, num_heads: 2, num_key_value_heads: 1, intermediate_size: 32}",
     "data.generate={num_digits: 3, num_train_prompts: 64, num_validation_prompts: 16}",
-    "rollout={num_prompts: 8, group_size: 4, max_response_tokens: 5, exact: true}",
+    "rollout={num_prompts: 8, group_size: 4, max_response_tokens: 5}",
     "actor={num_mini_batches: 2, optimizer: {lr: 3e-3, warmup_ratio: 0.25}}",
     "critic={num_mini_batches: 2, optimizer: {lr: 3e-3, warmup_ratio: 0.25}}",
     "kl={coef: 1e-2, placement: loss, estimator: k3}",

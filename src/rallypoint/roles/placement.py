@@ -271,7 +271,8 @@ class Placement:
         roles: set[RoleName] = {"reward", "teacher"}
         if self.config.reference.refresh_every_steps is None:
             roles.add("reference")
-        if not self.config.rollout.max_staleness:
+        rollout = self.config.rollout  # one that replaces groups while others are sampled asks for them at other steps
+        if not rollout.max_staleness and (rollout.over_sampling is None or not rollout.dynamic_sampling):
             roles.add("rollout")
         return roles
 

@@ -3,16 +3,15 @@
 Owns: which requests there are, of which class and on which rank, and when a rank is called. Must not know: prompts,
 groups, and what a response is for.
 
-Invariants: a rank gets its requests in the order in which they were submitted. A request is kept until it has ended.
-So what a lost rank had is sent again (`resend`), and it gives the same tokens, as the random numbers of a request
-follow from its seed, prompt, sample, turn and the token's position.
+Invariants: a rank gets its requests in the order in which they were submitted. A request is kept until its rank is
+idle: a lost rank is sent all of them again (`resend`), and gives the same tokens, as random numbers follow from seed,
+prompt, sample, turn and the token's position, and logits from the batch (unless `rollout.exact`), which is the same.
 
 Consumes: requests and weights, at any time. Produces: outputs, as responses end. Waits for: the ranks, one time slice
 per call. Unblocked by: `sample`, `load`, the barrier.
 
-Each rank is called in a loop of its own, so that no rank waits for a slower one. The exception is a watched barrier
-(`rollout.over_sampling`): which groups end first must not depend on time there, so slices are common, with as many
-steps for all ranks.
+Each rank is called in a loop of its own, so that none waits for a slower one, except at a watched barrier
+(`rollout.over_sampling`): which groups end first must not depend on time, so all ranks take as many steps together.
 """
 
 from __future__ import annotations
@@ -83,13 +82,12 @@ class Barrier:
 
     async def hold(self) -> None:
         """Wait at the end of a slice until the barrier is open."""
-        if self.num_steps is None:
-            return
-        await self._let_others_go_on()
-        self._opened.clear()
-        self._reached.set()
-        await self._opened.wait()
-        await self._let_others_go_on()
+        if self.num_steps is not None:
+            await self._let_others_go_on()
+            self._opened.clear()
+            self._reached.set()
+            await self._opened.wait()
+            await self._let_others_go_on()
 
     async def _let_others_go_on(self) -> None:
         for _ in range(_PASSES):
@@ -110,6 +108,8 @@ class KeptRequest:
     deliver: Callable[[Output], None] | None = None
     """Called with each output as it comes, and must not raise; None if only the whole response is wanted."""
     outputs: list[Output] = dataclasses.field(default_factory=list[Output])
+    is_again: bool = False
+    """Whether it has ended, and is sampled again because others of its batch are."""
     told: tuple[int, ...] = ()
     """Tokens that were delivered before their rank was lost, and are sampled again."""
 
@@ -139,7 +139,9 @@ class RequestQueue:
 
     def __init__(self, num_ranks: int) -> None:
         self._open: dict[int, KeptRequest] = {}
-        self._new: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._new: list[list[KeptRequest]] = [[] for _ in range(num_ranks)]
+        self._sent: list[list[KeptRequest]] = [[] for _ in range(num_ranks)]
+        """What a rank was sent since it was last idle, also what has ended, but not what was cancelled."""
         self._cancelled: list[list[int]] = [[] for _ in range(num_ranks)]
 
     def has_work(self, rank: int) -> bool:
@@ -160,27 +162,22 @@ class RequestQueue:
         rank: int | None = None,
         deliver: Callable[[Output], None] | None = None,
     ) -> KeptRequest:
-        """Keep a request from now on, and send it with the next slice.
-
-        Args:
-            number: that no other request has.
-            request: what is asked for.
-            kind: who asks.
-            rank: to sample it; None: that with the fewest requests.
-            deliver: see `KeptRequest`.
-        """
+        """Keep a request, see `KeptRequest`, and send it with the next slice; without a rank, to the least busy one."""
         if rank is None:
             load = collections.Counter(one.rank for one in self._open.values())
             rank = min(range(len(self._new)), key=lambda rank: load[rank])
         ended = asyncio.get_running_loop().create_future()
         self._open[number] = kept = KeptRequest(number, request, kind, rank, ended, deliver)
-        self._new[rank].append(number)
+        self._new[rank].append(kept)
         return kept
 
     def cancel(self, number: int) -> None:
         """Give a request up, of which nothing is delivered any more; one that has ended is left alone."""
         if (kept := self._open.pop(number, None)) is not None:
             self._cancelled[kept.rank].append(number)
+            for some in (self._new, self._sent):
+                some[kept.rank] = [one for one in some[kept.rank] if one is not kept]
+            self._end_batch(kept.rank)
 
     def fail(self, number: int, error: RallyError) -> None:
         """Give a request up and deliver why."""
@@ -193,32 +190,31 @@ class RequestQueue:
         given_up = list(self._open.values())
         for kept in given_up:
             self.cancel(kept.number)
-        for new in self._new:
-            new.clear()
         return given_up
 
     def resend(self, rank: int) -> None:
-        """Send again all that a rank had, from the first token, with the next slice; it has forgotten everything.
+        """Send again all that a rank has had since it was idle, with the next slice; it has forgotten everything.
 
         A person who has read the beginning of a response is told that it is lost: weights may have changed since.
         """
-        self._new[rank].clear()
-        self._cancelled[rank].clear()
         for kept in [one for one in self._open.values() if one.rank == rank]:
             if kept.kind == "person" and kept.outputs:
                 self.fail(kept.number, GenerationError(f"rank {rank} that sampled this response was lost; ask again"))
-                continue
-            kept.begin_again()
-            self._new[rank].append(kept.number)
+            else:
+                kept.begin_again()
+        again = [one for one in self._sent[rank] if one.kind == "training" or one.number in self._open]
+        for kept in again:
+            kept.is_again = kept.number not in self._open
+        self._new[rank], self._sent[rank] = [*again, *self._new[rank]], []
         self._cancelled[rank].clear()
+        self._end_batch(rank)
 
     def take(self, rank: int, *, version: int, num_steps: int | None = None) -> SliceRequest:
         """Return what a rank is asked to do in the next slice; see `SliceRequest`."""
-        new = tuple((number, self._open[number].request) for number in self._new[rank] if number in self._open)
-        asked = SliceRequest(new, tuple(self._cancelled[rank]), version, num_steps)
-        self._new[rank].clear()
-        self._cancelled[rank].clear()
-        return asked
+        new, cancelled = self._new[rank], self._cancelled[rank]
+        self._sent[rank] += new
+        self._new[rank], self._cancelled[rank] = [], []
+        return SliceRequest(tuple((one.number, one.request) for one in new), tuple(cancelled), version, num_steps)
 
     def receive(self, outputs: Sequence[Output]) -> None:
         """Deliver what ranks have sampled; outputs of requests that were cancelled meanwhile are left out."""
@@ -229,9 +225,16 @@ class RequestQueue:
                 lost = f"rank {kept.rank} that sampled this response was lost, and newer weights differ; ask again"
                 self.fail(kept.number, GenerationError(lost))
                 continue
-            if output.finish_reason is not None:
-                del self._open[output.request_id]
             kept.receive(output)
+            if output.finish_reason is not None:
+                self._open.pop(output.request_id, None)
+                self._end_batch(kept.rank)
+
+    def _end_batch(self, rank: int) -> None:
+        """Forget what a rank was sent if nothing of it is open; what is sampled again for its company is cancelled."""
+        if not any(one.rank == rank for one in self._open.values()):
+            self._cancelled[rank] += [one.number for one in self._sent[rank] if one.is_again]
+            self._new[rank], self._sent[rank] = [], []
 
 
 class Mailbox:
@@ -249,16 +252,13 @@ class Mailbox:
         self.version = 0
         """Version of the weights that the ranks hold."""
         self.num_loads = 0
-        """Number of loads so far."""
         self.is_idle = asyncio.Event()
         """Set while no rank samples for training or a session."""
         self.is_idle.set()
         self.barrier = Barrier()
         self.guests = RequestQueue(rollouts.num_ranks)
-        """Requests of persons; see `advance_guests`."""
         self._requests = RequestQueue(rollouts.num_ranks)
         self._pumps: dict[tuple[int, ...], asyncio.Task[None]] = {}
-        """Loops that call ranks, by these ranks."""
         self._numbers = itertools.count(1)
         self._next_version = 0
         self._busy_s = [0.0] * rollouts.num_ranks

@@ -245,3 +245,59 @@ def test_what_was_read_of_a_response_is_not_delivered_again_after_its_rank_was_l
     assert still_open == ()
     assert [one.tokens for one in delivered if one.request_id == 1] == [(5,), (6,), (), (7,)]
     assert "newer weights differ" in str(delivered[-1].error)
+
+
+class TogetherRanks(Ranks):
+    """Ranks whose tokens depend on who is in the batch, as logits do without `rollout.exact`."""
+
+    def step(self, number, one):
+        batch = sorted(request.prompt_index for request, _ in self.running[0].values())
+        output = super().step(number, one)
+        return dataclasses.replace(output, tokens=(output.tokens[0] + 1000 * len(batch) + sum(batch),))
+
+
+@pytest.mark.parametrize("lost_in", range(1, 14))
+def test_what_is_sampled_in_one_batch_is_sampled_again_in_the_same_one_also_with_what_has_ended(lost_in):
+    lengths = (2, 9, 4, 12)
+    asked = [
+        dataclasses.replace(request(prompt), params=SamplingParams(max_new_tokens=lengths[prompt], seed=3))
+        for prompt in range(4)
+    ]
+
+    class OfLengths(TogetherRanks):
+        def step(self, number, one):
+            output = super().step(number, one)
+            return dataclasses.replace(
+                output, finish_reason="length" if one[1] == lengths[one[0].prompt_index] else None
+            )
+
+    async def sampled(lost_in):
+        ranks = OfLengths(1)
+        ranks.lost[0] = lost_in
+        mailbox = Mailbox(ranks, Schedule(), Restoring())
+        found = await responses(mailbox, *asked, ranks=[0] * 4)
+        while not mailbox.is_idle.is_set():
+            await asyncio.sleep(0)
+        return found, ranks.running
+
+    whole, _ = asyncio.run(sampled(99))
+    again, running = asyncio.run(sampled(lost_in))
+    assert again == whole
+    assert running == [{}], "nothing is sampled that nobody waits for"
+
+
+def test_what_had_ended_is_not_sampled_to_its_end_once_nobody_waits_for_its_company():
+    async def main():
+        queue = RequestQueue(1)
+        for number in (1, 2):
+            queue.submit(number, REQUEST, "training", rank=0)
+        queue.take(0, version=0)
+        end = {"tokens": (5,), "logprobs": (0.0,), "sampled_logprobs": (0.0,), "version": 0, "finish_reason": "stop"}
+        queue.receive([Output(request_id=1, **end)])
+        queue.resend(0)
+        again = queue.take(0, version=0)
+        queue.receive([Output(request_id=2, **end)])
+        last = queue.take(0, version=0)
+        return [number for number, _ in again.new], last.cancelled, queue.has_work(0)
+
+    assert asyncio.run(main()) == ([1, 2], (1,), False)
