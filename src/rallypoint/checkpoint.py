@@ -86,9 +86,11 @@ def writing(folder: Path, step: int, *, durable: bool = True) -> Iterator[Path]:
 
 def _size(folder: Path) -> int | None:
     """Estimate the size of the next checkpoint by the newest one; None without one."""
-    there = visible(folder)
-    files = (folder / checkpoint_name(there[-1])).rglob("*") if there else ()
-    return sum(path.stat().st_size for path in files if path.is_file()) if there else None
+    with contextlib.suppress(OSError):  # the folder is gone, or on the disk that fails
+        if there := visible(folder):
+            files = (folder / checkpoint_name(there[-1])).rglob("*")
+            return sum(path.stat().st_size for path in files if path.is_file())
+    return None
 
 
 def visible(folder: Path) -> list[int]:

@@ -18,12 +18,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
 from rallypoint import checkpoint
 from rallypoint.data import save_tokenizer
-from rallypoint.disk import Outage
+from rallypoint.disk import Outage, naming
 from rallypoint.errors import CheckpointError, DiskError
 from rallypoint.journal import CheckpointSaved
 from rallypoint.observability import collect_spans, span
@@ -62,17 +62,18 @@ class Saver:
     rollouts: RolloutFiles
     saved: int = 0
     """Step of the newest checkpoint."""
-    best: tuple[int, float] = (0, -math.inf)
-    """Step and score of the best validation after a step, whose checkpoint stays; step 0 for none."""
+    scores: dict[int, float] = dataclasses.field(default_factory=dict[int, float])
+    """Score of each validation after a step; the best one's checkpoint stays, and until it is whole the best before."""
     in_background: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread
     """Does what training need not wait for."""
     clock: Callable[[], float] = time.monotonic
     """Seconds that never go back."""
     took_s: float = 0.0
-    """Seconds from the beginning of the newest checkpoint until it was whole."""
+    """Seconds from the beginning of the newest checkpoint until it was whole; or of a snapshot that took longer."""
     _is_owed: bool = False
     """Whether a checkpoint was due and could not be written."""
     _outage: Outage = dataclasses.field(init=False)
+    _no_snapshot: Outage = dataclasses.field(init=False)
     _finishing: asyncio.Task[None] | None = None
     """Makes the newest checkpoint whole."""
     _snapshot_took_s: float = 0.0
@@ -84,13 +85,20 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._since = self._saved_at = self.clock()
-        self._outage = Outage(self.setup.journal.say, "training goes on, and each step tries again", self.clock)
+        say = self.setup.journal.say
+        self._outage = Outage(say, "training goes on, and each step tries again", self.clock)
+        further = "a run that loses a process goes back further"
+        self._no_snapshot = Outage(functools.partial(say, level="log"), further, self.clock)
 
     def validated(self, step: int, scalars: Mapping[str, float]) -> None:
         """Note how a validation went."""
         score = scalars.get(VALIDATION, math.nan)
-        if self.setup.config.checkpoint.keep_best and step and score > self.best[1]:
-            self.best = step, score
+        if self.setup.config.checkpoint.keep_best and step and not math.isnan(score):
+            self.scores[step] = score
+
+    def _best_of(self, steps: Iterable[int]) -> int:
+        """Return the step with the best validation, the first of equal ones; 0 for none."""
+        return max(sorted(self.scores.keys() & set(steps)), key=self.scores.__getitem__, default=0)
 
     async def restore(self, saved: Path) -> None:
         """Read the state of the run back from a checkpoint or a snapshot, which was verified."""
@@ -115,23 +123,21 @@ class Saver:
             return
         if self._finishing is not None and self._finishing.done():
             await self._try(self.finish(), step)
-        if self._is_due(step):
-            await self._try(self.save(step), step)
-        else:
+        if not self._is_due(step) or not await self._try(self.save(step), step):
             await self._snapshot(step)
 
     def _is_due(self, step: int) -> bool:
         config = self.setup.config.checkpoint
         return (
             self._is_owed
-            or step == self.best[0]
+            or step == self._best_of(self.scores)
             or step % self.setup.config.checkpoint_every_steps == 0
             or (config.keep_every is not None and step % config.keep_every == 0)
             or (config.every_s is not None and self.clock() - self._saved_at >= config.every_s)
         )
 
-    async def _try(self, saving: Awaitable[None], step: int) -> None:
-        """Save, or say why not and remember that it is owed.
+    async def _try(self, saving: Awaitable[None], step: int) -> bool:
+        """Save and return True, or say why not and remember that it is owed.
 
         Raises:
             CheckpointError, DiskError: too much would be lost by now; the newest snapshot is a checkpoint then.
@@ -144,6 +150,8 @@ class Saver:
                 await self.rescue()
                 raise
             self._outage.lasts(error)
+            return False
+        return True
 
     async def save_last(self, step: int, interrupted: asyncio.Event) -> None:
         """Write the last checkpoint, unless there is one; wait for a disk that does not take it, but not for ever.
@@ -190,6 +198,7 @@ class Saver:
             folder = stack.enter_context(checkpoint.writing(self.folder.checkpoints, step))
             await self._write(folder, step)
             rest = stack.pop_all()
+        self._is_owed, self._saved_at = False, began
         self._finishing = asyncio.create_task(self._finish(step, rest, spans, began))
 
     async def finish(self) -> None:
@@ -204,11 +213,11 @@ class Saver:
 
     async def _finish(self, step: int, rest: contextlib.ExitStack, spans: Spans, began: float) -> None:
         await self.in_background(rest.close)
-        self._is_owed, self._saved_at, self.took_s = False, began, self.clock() - began
+        self.took_s = self.clock() - began
         self._saved(step, spans.scalars())
-        config = self.setup.config.checkpoint
+        config, best = self.setup.config.checkpoint, self._best_of(checkpoint.steps(self.folder.checkpoints))
         prune = functools.partial(
-            checkpoint.prune, self.folder.checkpoints, config.keep, best=self.best[0], every=config.keep_every
+            checkpoint.prune, self.folder.checkpoints, config.keep, best=best, every=config.keep_every
         )
         try:
             await self.in_background(prune)
@@ -216,14 +225,20 @@ class Saver:
             self.setup.journal.say(f"old checkpoints stay: {error}", level="log")
 
     def _saved(self, step: int, measured: Mapping[str, float]) -> None:
-        """Note that there is a checkpoint of a step."""
+        """Note that there is a checkpoint of a step.
+
+        Raises:
+            DiskError: the checkpoint or the journal is gone, or on a disk that fails.
+        """
+        saved = self.folder.checkpoints / checkpoint.checkpoint_name(step)
+        with naming(saved):
+            weights = checkpoint.weights_digest(saved)
         self.saved, self._since = step, self.clock()
         for older in checkpoint.steps(self.folder.snapshots):
             if older <= step:
                 shutil.rmtree(self.folder.snapshots / checkpoint.checkpoint_name(older), ignore_errors=True)
         with contextlib.suppress(OSError):  # unless there is a newer one
             self.folder.snapshots.rmdir()
-        weights = checkpoint.weights_digest(self.folder.checkpoints / checkpoint.checkpoint_name(step))
         self.setup.journal.append(CheckpointSaved(step=step, weights=weights, metrics=measured))
         self._outage.ends(f"the checkpoint of step {step} is saved")
 
@@ -237,19 +252,24 @@ class Saver:
         if not config.checkpoint.snapshots or config.cluster.runtime == "inline" or not is_cheap:
             return
         try:
-            with span("snapshot"), checkpoint.writing(self.folder.snapshots, step, durable=False) as folder:
+            with span("snapshot"), contextlib.ExitStack() as stack:
+                folder = stack.enter_context(checkpoint.writing(self.folder.snapshots, step, durable=False))
                 await self._write(folder, step)
-            checkpoint.prune(self.folder.snapshots, 1)
+                await self.in_background(stack.pop_all().close)
+            await self.in_background(functools.partial(checkpoint.prune, self.folder.snapshots, 1))
         except (CheckpointError, OSError) as error:
-            self.setup.journal.say(f"no snapshot: {error}", level="log")
+            self._no_snapshot.lasts(error)
+        else:
+            self._no_snapshot.ends(f"the snapshot of step {step} is saved")
         self._since = self.clock()
         self._snapshot_took_s = self._since - began
+        self.took_s = max(self.took_s, self._snapshot_took_s)
 
     async def rescue(self) -> None:
         """Make the newest snapshot a checkpoint, if it is newer: what can be saved without the roles."""
         with contextlib.suppress(CheckpointError, DiskError):
             await self.finish()
-        step = checkpoint.newest_whole(self.folder.snapshots)
+        step = await asyncio.to_thread(checkpoint.newest_whole, self.folder.snapshots)
         if step <= self.saved:
             return
         try:

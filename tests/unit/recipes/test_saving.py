@@ -1,6 +1,7 @@
 """When a checkpoint is saved, what a step waits for, and what is left if the rest of it fails."""
 
 import asyncio
+import shutil
 import types
 
 import pytest
@@ -48,9 +49,9 @@ class Background:
 def saver(tmp_path):
     """Return a function that makes a saver."""
 
-    def make(background=None, every_s=None, keep_every=None):
+    def make(background=None, every_s=None, keep_every=None, keep_best=False):
         run = RunFolder(tmp_path)
-        settings = {"keep": 2, "keep_best": False, "snapshots": True, "every_s": every_s, "keep_every": keep_every}
+        settings = {"keep": 2, "keep_best": keep_best, "snapshots": True, "every_s": every_s, "keep_every": keep_every}
         config = types.SimpleNamespace(
             checkpoint=types.SimpleNamespace(**settings),
             checkpoint_every_steps=2,
@@ -228,5 +229,116 @@ def test_a_snapshot_goes_when_a_checkpoint_of_its_step_or_a_later_one_is_whole(s
         await one.save(2)
         await one.finish()
         assert checkpoint.steps(one.folder.snapshots) == [3], "a step that was done while the checkpoint was flushed"
+
+    asyncio.run(run())
+
+
+def test_while_a_checkpoint_is_owed_each_step_leaves_a_snapshot(saver):
+    async def run():
+        one, interrupted = saver(), asyncio.Event()
+        one.folder.checkpoints.touch()  # where a folder should be
+        for step in (1, 2, 3):
+            one._snapshot_took_s = 0.0
+            await one.after(step, is_last=False, interrupted=interrupted)
+            assert checkpoint.steps(one.folder.snapshots) == [step]
+        assert one.saved == 0
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_that_is_due_by_time_or_owed_is_written_once_and_the_next_step_does_not_wait_for_it(saver):
+    async def run():
+        background, now = Background(), [0.0]
+        one = saver(every_s=60)
+        one.clock, one._saved_at, one._since = lambda: now[0], 0.0, 1e9  # no snapshots
+        one.recipe.save, saves = failing, one.recipe.save
+        await one.after(2, is_last=False, interrupted=asyncio.Event())
+        one.recipe.save, one.in_background, now[0] = saves, background, 61
+        for step in (3, 5, 7):  # owed, then by time
+            await one.after(step, is_last=False, interrupted=asyncio.Event())
+            await asyncio.sleep(0)
+        assert [folder.name for folder in one.recipe.saved] == [".step_000003.partial"]
+        background.may.set()
+        await one.finish()
+        assert journalled(one) == [3]
+
+    asyncio.run(run())
+
+
+def test_what_fails_behind_is_owed_again(saver):
+    async def run():
+        one = saver()
+        one.in_background = failing
+        await one.after(2, is_last=False, interrupted=asyncio.Event())
+        await asyncio.sleep(0)
+        one.in_background = asyncio.to_thread
+        await one.after(3, is_last=False, interrupted=asyncio.Event())
+        await one.finish()
+        assert journalled(one) == [3]
+
+    asyncio.run(run())
+
+
+def test_the_best_checkpoint_so_far_stays_until_a_better_one_is_whole(saver):
+    async def run():
+        one = saver(keep_best=True)
+        for step, score in ((2, 0.5), (4, 0.2), (6, 0.1), (8, 0.9), (10, 0.3), (12, 0.4)):
+            one.validated(step, {"validation/score": score})
+            if step == 8:
+                one.in_background = failing
+            await one.save(step)
+            if step == 8:
+                with pytest.raises(CheckpointError):
+                    await one.finish()
+                one.in_background = asyncio.to_thread
+                assert checkpoint.steps(one.folder.checkpoints) == [2, 4, 6]
+            await one.finish()
+        assert checkpoint.steps(one.folder.checkpoints) == [2, 10, 12], "that of step 8 was never whole"
+        one.validated(14, {"validation/score": 0.9})
+        await one.save(14)
+        await one.finish()
+        assert checkpoint.steps(one.folder.checkpoints) == [12, 14]
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_that_vanishes_before_it_is_noted_ends_no_run(saver):
+    async def run():
+        one = saver()
+
+        async def gone(act):
+            await asyncio.to_thread(act)
+            if one.folder.checkpoints.is_dir():
+                shutil.rmtree(one.folder.checkpoints)
+
+        one.in_background = gone
+        await one.after(2, is_last=False, interrupted=asyncio.Event())
+        while not one._finishing.done():
+            await asyncio.sleep(0)
+        one.in_background = asyncio.to_thread
+        await one.after(3, is_last=False, interrupted=asyncio.Event())
+        await one.finish()
+        assert journalled(one) == [3]
+        assert "step_000002 cannot be written: No such file" in said(one)[0]
+
+    asyncio.run(run())
+
+
+def test_what_a_snapshot_takes_is_kept_of_a_grace_period_before_the_first_checkpoint_and_one_that_fails_is_said_once(
+    saver,
+):
+    async def run():
+        one, now = saver(), iter(range(0, 10_000, 3))
+        one.clock = one._no_snapshot.clock = lambda: float(next(now))
+        one._since = -1e9
+        await one.after(1, is_last=False, interrupted=asyncio.Event())
+        assert one.took_s == 3.0
+        one.recipe.save = failing
+        for step in (3, 5, 7):
+            one._since = -1e9
+            await one._snapshot(step)
+        assert [text for text in said(one) if "goes back further" in text] == [
+            "step_000006 cannot be written: No space left on device; a run that loses a process goes back further"
+        ]
 
     asyncio.run(run())
