@@ -74,6 +74,8 @@ class WorkerContext:
     """Called by a long method whenever it makes progress: a call's deadline counts from the last tick."""
     say: Callable[[str], None] = print
     """Called, from any thread, with a line for the user; the driver prints it within seconds."""
+    start: int | None = None
+    """Number of this start of the role, the same for all ranks; rises. None outside of a group."""
 
     @property
     def num_ranks(self) -> int:
@@ -186,7 +188,9 @@ class WorkerProcess:
         def say(line: str) -> None:
             self._notes.append(f"{role} rank {rank}: {line}")
 
-        context = WorkerContext(role, rank, mesh, self._num_cpus, self._device, self._shared, self._tick, say)
+        context = WorkerContext(
+            role, rank, mesh, self._num_cpus, self._device, self._shared, self._tick, say, invocation.number
+        )
 
         def make() -> None:
             self._workers[role] = kind(context, *args, **kwargs)

@@ -138,12 +138,20 @@ class Grouped:
 
 
 def connect(
-    rendezvous: Rendezvous, name: str, rank: int, size: int, *, timeout_s: float = 600.0, device: Device = "cpu"
+    rendezvous: Rendezvous,
+    name: str,
+    rank: int,
+    size: int,
+    *,
+    timeout_s: float = 600.0,
+    device: Device = "cpu",
+    generation: int | None = None,
 ) -> Collective:
     """Return the group of `size` ranks that meet under a name; a single rank needs no meeting.
 
-    Raises what `meet` raises; `timeout_s` bounds the wait for the others, and later each operation.
+    Takes and raises what `meet` does; `timeout_s` bounds the wait for the others, and later each operation.
     """
     if size == 1:
         return Solo()
-    return Grouped(meet(rendezvous, name, rank=rank, world_size=size, timeout_s=timeout_s, device=device))
+    met = meet(rendezvous, name, rank=rank, world_size=size, timeout_s=timeout_s, device=device, generation=generation)
+    return Grouped(met)

@@ -80,6 +80,7 @@ class DeviceMesh:
         *,
         timeout_s: float = 600.0,
         device: Device = "cpu",
+        generation: int | None = None,
     ) -> DeviceMesh:
         """Meet the other ranks, along every axis that has more than one.
 
@@ -90,6 +91,7 @@ class DeviceMesh:
             sizes: axis -> size; an axis that is not named has one rank.
             timeout_s: how long to wait for the others, and later for each operation.
             device: where tensors will be.
+            generation: see `Rendezvous.join`.
 
         Raises what `meet` raises, and:
 
@@ -109,7 +111,13 @@ class DeviceMesh:
             if ranks not in met:
                 meeting = f"{name}/{'-'.join(along)}/{ranks[0]}"
                 met[ranks] = connect(
-                    rendezvous, meeting, ranks.index(rank), len(ranks), timeout_s=timeout_s, device=device
+                    rendezvous,
+                    meeting,
+                    ranks.index(rank),
+                    len(ranks),
+                    timeout_s=timeout_s,
+                    device=device,
+                    generation=generation,
                 )
             return met[ranks]
 

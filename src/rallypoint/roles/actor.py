@@ -32,7 +32,7 @@ from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, Stream, StreamConnection, Subscriber, joint_digest, share_published
+from rallypoint.roles.publishing import Stream, StreamConnection, Subscriber, joint_digest, share_published, with_room
 from rallypoint.types import (
     ActorBatch,
     DistilledBatch,
@@ -45,7 +45,7 @@ from rallypoint.types import (
     Sum,
     merge,
 )
-from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint, published_folder
+from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
@@ -64,7 +64,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         """Digest of the weights, if it was computed since they last changed."""
         self.num_frozen_steps = spec.config.num_frozen_steps
         ActorParts(self.engine, self._open_source, self._exposed).leave(context)
-        self._connection, self._published = StreamConnection(context, spec), spec.folder.path / PUBLISHED
+        self._connection = StreamConnection(context, spec)
         if "actor" in spec.config.sleeping:
             self.lease.sleep_between(self.engine)
 
@@ -121,10 +121,9 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     @with_lease()
-    def write_published(self, version: int, below: str = "") -> Path:
-        """Write the trained weights into a folder that all nodes see, and return it; the first rank writes."""
-        with self.engine.shard.mesh.abandoned_on_error():
-            return published_folder.write(self.engine.shard, self._published / below, version, base=self._path)
+    def write_published(self, version: int, below: str = "") -> tuple[Path, str]:
+        """Write the trained weights for all nodes to see, see `StreamConnection.write`; the first rank writes."""
+        return self._connection.write(self.engine.shard, version, below, base=self._path)
 
     def _exposed(self) -> Exposed | None:
         """Return the memory that rollout ranks of this node read directly."""
@@ -307,7 +306,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     async def written(self, taker: RoleName | None = None) -> Path:
         """Write the current weights, and return their folder; another role for which this is done removes it."""
-        return await self._group.call(ActorWorker.write_published, self.version, taker or "")
+        return await with_room(lambda: self._group.call(ActorWorker.write_published, self.version, taker or ""))
 
     async def held(self) -> Sequence[Mapping[str, Held]]:
         """See `Publisher`."""

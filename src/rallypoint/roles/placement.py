@@ -139,6 +139,7 @@ class WorkerSpec:
             context.mesh.axes,
             timeout_s=cluster.call_timeout_s,
             device=cluster.device,
+            generation=context.start,
         )
         with mesh.abandoned_on_error():
             yield mesh

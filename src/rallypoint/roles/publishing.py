@@ -14,8 +14,9 @@ import abc
 import asyncio
 import dataclasses
 import itertools
+import time
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,8 @@ from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import TransportName, transport_name
-from rallypoint.errors import PlacementError, WeightsMismatchError, WorkerError
+from rallypoint.disk import Outage
+from rallypoint.errors import CheckpointError, PlacementError, WeightsMismatchError, WorkerError
 from rallypoint.models import ModelShard
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
@@ -49,6 +51,8 @@ PUBLISHED = "published"
 
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""
+_ROOM_S = 600.0
+"""Seconds that a run waits for room to publish weights."""
 _NUMBERS = itertools.count(1)
 
 
@@ -214,11 +218,12 @@ class Stream(WeightTransport):
 
 
 class StreamConnection:
-    """A worker's end of a stream, which it opens at the first publish, and again after one that failed."""
+    """A worker's end of a stream, which it opens at the first publish, and again after one that failed; or a folder."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
         self._context, self._spec = context, spec
         self._transport: Transport | None = None
+        self._outage = Outage(context.say, "the run waits, and tries again")
 
     def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
         """Meet the others, who read what is exposed from where it is."""
@@ -237,6 +242,22 @@ class StreamConnection:
         """The open transport."""
         assert self._transport is not None, "the driver opens it before it publishes"
         return self._transport
+
+    def write(self, shard: ModelShard, version: int, below: str, *, base: str) -> tuple[Path, str]:
+        """Write weights into a folder that all nodes see; see `published_folder.write`.
+
+        Returns:
+            The folder, and why it could not be written, as of a full disk, else empty: all ranks may try again.
+        """
+        folder = self._spec.folder.path / PUBLISHED / below
+        with shard.mesh.abandoned_on_error():
+            try:
+                written = published_folder.write(shard, folder, version, base=base)
+            except CheckpointError as error:
+                self._outage.lasts(error)
+                return folder, str(error)
+        self._outage.ends(f"weights of version {version} are published")
+        return written, ""
 
     def close(self) -> None:
         """Leave, if it is open."""
@@ -321,6 +342,26 @@ def make_plan(
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
     meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
     return TransferPlan(meeting, members, manifest, stream.timeout_s)
+
+
+async def with_room(write: Callable[[], Awaitable[tuple[Path, str]]], *, again_s: float = 5.0) -> Path:
+    """Write weights, and try again where there is no room for them; return their folder.
+
+    Args:
+        write: returns the folder, and why it could not be written.
+        again_s: seconds from one try to the next.
+
+    Raises:
+        CheckpointError: there was no room for ten minutes.
+    """
+    until = time.monotonic() + _ROOM_S
+    while True:
+        written, why = await write()
+        if not why:
+            return written
+        if time.monotonic() > until:
+            raise CheckpointError(f"no weights are published: {why}")
+        await asyncio.sleep(again_s)
 
 
 async def both(*calls: Awaitable[None]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RECIPES, RunConfig
+from rallypoint.disk import naming_tensors
 from rallypoint.engine import policy_outputs
 from rallypoint.errors import CheckpointError
 from rallypoint.journal import Journal
@@ -188,7 +189,8 @@ class InitialLogprobs:
 
     def save(self, folder: Path) -> None:
         """Write them into a checkpoint that is being made."""
-        safetensors.torch.save_file({"train": self._train}, folder / _FILE)
+        with naming_tensors(folder / _FILE):
+            safetensors.torch.save_file({"train": self._train}, folder / _FILE)
 
     async def restore(self, folder: Path) -> None:
         """Read them back, and compute those that a longer run adds; the actor must not be restored yet."""

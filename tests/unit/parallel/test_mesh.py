@@ -1,8 +1,12 @@
 """Which ranks meet along which axis, and what gradients become on their way between ranks."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.parallel import DeviceMesh, gather_rows, reduce, replicate
 
 
@@ -38,6 +42,18 @@ def test_a_group_that_two_axes_share_is_met_once(on_mesh):
     for mesh in on_mesh(lambda mesh: mesh, tp=2):
         assert mesh.everyone is mesh.tp
         assert mesh.shard.size == mesh.sp.size == 1
+
+
+def test_ranks_that_start_again_do_not_wait_for_the_leases_of_those_that_are_gone():
+    with open_rendezvous("memory", "test") as rendezvous, ThreadPoolExecutor(2) as threads:
+
+        def met(start):
+            connect = functools.partial(DeviceMesh.connect, rendezvous, "actor", sizes={"tp": 2}, timeout_s=60)
+            return list(threads.map(lambda rank: connect(rank, generation=start), range(2)))
+
+        gone = met(7)  # killed, so nobody leaves its seat
+        assert list(threads.map(lambda mesh: sum_of_ranks(mesh.tp, mesh), met(9))) == [3, 3]
+        del gone
 
 
 def test_a_linear_layer_in_two_halves_has_the_gradients_of_the_whole(on_mesh):

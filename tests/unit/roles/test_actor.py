@@ -1,12 +1,15 @@
 """The actor's worker, called as the plain object that it is."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import re
 from typing import cast
 
 import pytest
 import torch
+from full_disks import files_end_at
 from tiny_models import make_tiny_model
 
 from rallypoint.algorithms.estimators import GRPO
@@ -21,12 +24,13 @@ from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, SharedTensors, WrittenFolder
+from rallypoint.roles.publishing import PUBLISHED, SharedTensors, WrittenFolder, with_room
 from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.run.agreement import WORST_OLD, WORST_ROLLOUT, Agreement
 from rallypoint.types import ActorBatch, ScoredBatch, Sequences, Trajectory, assemble
+from rallypoint.weights import published_folder
 
 
 @pytest.fixture
@@ -582,7 +586,8 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     held = actor.held()
     assert held
     assert all(".lora_" in name for name in held)
-    published = actor.write_published(3)
+    published, why = actor.write_published(3)
+    assert why == ""
     folder = WrittenFolder("folder")
     rollout.load(3, folder, published)
     sampled = sample(rollout, 2, 5, version=3)
@@ -590,7 +595,24 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
         rollout.load(5, folder, published)
     with pytest.raises(WeightsMismatchError, match="version 5 was not loaded whole"):
         sample(rollout, 2, 5, version=3)
-    rollout.load(4, folder, actor.write_published(4))
+    rollout.load(4, folder, actor.write_published(4)[0])
     assert torch.equal(sample(rollout, 2, 5, version=4).tokens, sampled.tokens)
     gap = (sampled.rollout_logprobs - actor.logprobs([sampled])[0].values).abs()
     assert gap.max() < 1e-5
+
+
+def test_weights_that_no_disk_takes_are_published_once_there_is_room_with_a_line_meanwhile(context, spec):
+    said, tries = [], []
+    actor = ActorWorker(dataclasses.replace(context, say=said.append), spec, actor_loss_of(spec.config))
+
+    async def write():
+        tries.append(1)
+        with files_end_at(200) if len(tries) < 3 else contextlib.nullcontext():
+            return actor.write_published(3)
+
+    written = asyncio.run(with_room(write, again_s=0.0))
+    assert len(tries) == 3
+    published_folder.verify(written, 3)
+    waits, ends = said
+    assert re.search(r"version_000003.* cannot be written: .*the run waits, and tries again", waits)
+    assert ends == "weights of version 3 are published"

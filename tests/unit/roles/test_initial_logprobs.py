@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from full_disks import files_end_at
 from heard import heard
 
 from rallypoint.config import load_config
 from rallypoint.data import Conversations, Rows, StreamedRows, encode_rows, load_conversations, make_digits_tokenizer
+from rallypoint.errors import DiskError
 from rallypoint.roles.examples import ExampleSource
 from rallypoint.roles.reference import InitialLogprobs
 
@@ -70,6 +72,8 @@ def test_every_pair_is_judged_once_an_epoch_at_most_and_known_after_a_restart(fi
         said.index_add_(0, batch.row_of_token, torch.where(batch.loss_mask, batch.tokens.double(), 0.0))
         assert torch.equal(reference.of(source.taken), said)
     (tmp_path / "training").mkdir()
+    with files_end_at(10), pytest.raises(DiskError, match=r"initial.*cannot be written"):
+        reference.save(tmp_path)
     reference.save(tmp_path)
     longer, actor, _, _ = made(5)
     asyncio.run(longer.restore(tmp_path))

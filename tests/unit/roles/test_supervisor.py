@@ -88,6 +88,10 @@ class Score:
     def rank(self):
         return self.context.rank
 
+    @broadcast
+    def start(self):
+        return self.context.start
+
 
 class DyingRuntime(InlineRuntime):
     """Threads, of which new ones die while they start, as often as is said."""
@@ -116,11 +120,12 @@ def lose_one(tmp_path, num_deaths, refill=None):
             if refill is not None:
                 placement.refillers["rollout"] = refill
                 refill.group = group
-            lost = group.processes[0]
+            lost, start = group.processes[0], await group.call(Score.start)
             lost.info = lost.info.__class__("gone", "gone", 1)
             runtime.deaths = num_deaths
             await placement.restore(WorkerDiedError("rollout", 0, "score", "it was killed", pid=1, node="gone"))
             assert lost.ended
+            assert await group.call(Score.start) > start, "no rank meets those of the start before"
             return await group.call(Score.rank)
         finally:
             await runtime.shutdown()
