@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from skips import refuse_skip
 
 ROOT = Path(__file__).parents[2]
 GOOD, UNFORMATTED, AGAINST_RULES = "A = [1, 2]\n", "A = [1,2]\n", "import os\n"
@@ -98,6 +100,25 @@ def run_twice(folder, num_broken):
     command = [sys.executable, str(ROOT / ".ci" / "second_run.py"), str(output)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, output.read_text(), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "in_ci", "outcome"),
+    [("needs triton", "true", "failed"), ("etcd is not here", "true", "skipped"), ("needs triton", "", "skipped")],
+)
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_skip_for_a_reason_that_is_not_on_the_list_fails_in_ci(monkeypatch, reason, in_ci, outcome, is_collected):
+    monkeypatch.setenv("CI", in_ci)
+    where = ("test_it.py", 1, f"Skipped: {reason}")
+    report = SimpleNamespace(skipped=True, outcome="skipped", longrepr=str(where) if is_collected else where)
+    refuse_skip(report)
+    assert report.outcome == outcome
+
+
+def test_ci_says_that_it_is_ci_and_prints_the_reasons_of_skips():
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "export CI=true" in script
+    assert "-rs" in script
 
 
 def test_what_passes_alone_is_printed_as_flaky_and_the_last_line_counts_it_as_passed(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,12 @@ WAYS = {
     "a callback raised": "LookupError",
     "Ctrl-C": None,
     "SIGTERM": None,
+    "SIGHUP": None,
     "Ctrl-C twice": "KeyboardInterrupt",
     "failed in a worker on Ray": "TooManyFailuresError",
+    "a callback raised on Ray": "LookupError",
+    "Ctrl-C on Ray": None,
+    "SIGTERM on Ray": None,
     "finished on Ray": None,
 }
 ON_RAY = [way for way in WAYS if way.endswith("on Ray")]
@@ -70,7 +75,13 @@ def _descriptors(way):
 
 
 def callback(way):
-    numbers = {"Ctrl-C": [signal.SIGINT], "SIGTERM": [signal.SIGTERM], "Ctrl-C twice": [signal.SIGINT] * 2}
+    way = way.removesuffix(" on Ray")
+    numbers = {
+        "Ctrl-C": [signal.SIGINT],
+        "SIGTERM": [signal.SIGTERM],
+        "SIGHUP": [signal.SIGHUP],
+        "Ctrl-C twice": [signal.SIGINT] * 2,
+    }
 
     def after(step):
         if way == "a callback raised":
@@ -121,10 +132,17 @@ def model(tmp_path_factory, pictures):
     return made
 
 
+def trace(*_):
+    return trace
+
+
 def differences(way, run):
-    """Run, and return what of this process is not as before."""
+    """Run, and return what of this process is not as before; what is traced afterwards runs on."""
     before = state(way)
     run()
+    sys.settrace(trace)
+    callback(way)
+    sys.settrace(None)
     deadline = time.monotonic() + 60  # a thread that was told to end does so soon
     while (after := state(way)) != before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -147,6 +165,15 @@ def test_after_a_run_the_process_is_as_before(model, tmp_path, way, in_thread):
 
     assert differences(way, run_in_thread if in_thread else run) == {}
     assert ended == [WAYS[way]]
+
+
+def test_after_two_runs_at_once_the_process_is_as_before(model, tmp_path):
+    def run():
+        folders = [tmp_path / name for name in "ab"]
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(lambda folder: start("finished", model, folder), folders)) == [None, None]
+
+    assert differences("finished", run) == {}
 
 
 @pytest.mark.timeout(420)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from rallypoint.as_found import AsFound, GiveBack, variables
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.cpu.onednn import KERNEL_CACHES
 
@@ -85,20 +85,29 @@ def _as_here(has_gradients: bool, num_threads: int, job: Callable[[], ResultT]) 
         return job()
 
 
+def _look() -> GiveBack:
+    interval, give_back = sys.getswitchinterval(), variables(KERNEL_CACHES)
+
+    def give_all_back() -> None:
+        sys.setswitchinterval(interval)
+        give_back()
+
+    return give_all_back
+
+
+_interpreter_as_found = AsFound(_look)
+
+
 @contextlib.contextmanager
 def few_threads() -> Iterator[None]:
     """Compute in one thread of torch, and leave the interpreter as it was found: it may be a user's own.
 
     What the driver computes itself is small, and idle OpenMP threads spin on the cores that workers need.
     """
-    num_threads, interval = torch.get_num_threads(), sys.getswitchinterval()
-    kernel_caches = {name: os.environ.get(name) for name in KERNEL_CACHES}
+    num_threads = torch.get_num_threads()  # of this thread
     torch.set_num_threads(1)
     try:
-        yield
+        with _interpreter_as_found():
+            yield
     finally:
         torch.set_num_threads(num_threads)
-        sys.setswitchinterval(interval)
-        for name, value in kernel_caches.items():
-            if value is None:
-                os.environ.pop(name, None)

@@ -14,47 +14,25 @@ import threading
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
+from rallypoint.as_found import AsFound, GiveBack, variables
 from rallypoint.errors import ModelError
 
 _PATIENCE_S = 5.0
 _OFFLINE = "HF_HUB_OFFLINE"
 
-_lock = threading.Lock()
-_num_blocks = 0
-"""Blocks of `hub_as_found` that this process is in."""
-_before: list[str | None] = []
-"""The variable as it was before this process went offline; empty if it has not."""
 
-
-@contextlib.contextmanager
-def hub_as_found() -> Iterator[None]:
-    """Go online again after the block if `check_hub` went offline in it: the process may be a user's own.
-
-    Blocks of several threads may overlap; the last one to end does it.
-    """
-    global _num_blocks
-    with _lock:
-        _num_blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_blocks -= 1
-            if not _num_blocks:
-                _go_online()
+_before: dict[str, GiveBack] = {}
+"""What gives the variable back, once this process went offline."""
 
 
 def _go_offline() -> None:
     from huggingface_hub import constants
 
-    with _lock:
-        if not _before:
-            _before.append(os.environ.get(_OFFLINE))
-        os.environ[_OFFLINE] = "1"
-        constants.HF_HUB_OFFLINE = True
+    _before.setdefault(_OFFLINE, variables([_OFFLINE]))
+    os.environ[_OFFLINE] = "1"
+    constants.HF_HUB_OFFLINE = True
 
 
 def _go_online() -> None:
@@ -63,11 +41,12 @@ def _go_online() -> None:
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = False
-    if (value := _before.pop()) is None:
-        os.environ.pop(_OFFLINE, None)
-    else:
-        os.environ[_OFFLINE] = value
+    _before.pop(_OFFLINE)()
     check_hub.cache_clear()
+
+
+hub_as_found = AsFound(lambda: _go_online)
+"""Blocks after which this process is online again if `check_hub` went offline in them."""
 
 
 @functools.cache

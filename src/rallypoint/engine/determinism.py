@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.as_found import AsFound, GiveBack, variables
 from rallypoint.errors import DeterminismError
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -43,16 +44,18 @@ def prepare_process() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-@contextlib.contextmanager
-def process_as_found() -> Iterator[None]:
-    """Undo `prepare_process` at the end of the block: without Ray the process is the user's own."""
-    workspace, has_cudnn = os.environ.get(_CUBLAS), torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        yield
-    finally:
+def _look() -> GiveBack:
+    has_cudnn, give_back = torch.backends.cuda.cudnn_sdp_enabled(), variables([_CUBLAS])
+
+    def give_all_back() -> None:
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
-        if workspace is None:
-            os.environ.pop(_CUBLAS, None)
+        give_back()
+
+    return give_all_back
+
+
+process_as_found = AsFound(_look)
+"""Blocks at whose end `prepare_process` is undone."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The picture of the learning suite: a panel for each algorithm, a line for each task, and where its seeds are.
 
-matplotlib is an extra and is imported only here, inside `save_learning`, without its global state.
+matplotlib is an extra and is imported only here, inside `draw_learning`, without its global state.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rallypoint.display.theme import BLUE, GREEN, ORANGE, PURPLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = dict(zip(TASKS, (BLUE, ORANGE, GREEN, PURPLE), strict=True))
 _AXES = {
@@ -36,11 +37,22 @@ def save_learning(results: Sequence[Result], png_path: Path) -> Path | None:
         DiskError: the disk is full or not writable.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
+        figure = draw_learning(results)
     except ImportError:
         return None
+    part = png_path.with_name(png_path.name + ".part")
+    with naming(png_path):
+        figure.savefig(part, format="png")
+        part.replace(png_path)
+    return png_path
+
+
+def draw_learning(results: Sequence[Result]) -> Figure:
+    """Draw the curves."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
     rows = _rows(results)
     columns = max((len(cells) for _, cells in rows), default=1)
     figure = Figure(figsize=(15.0, 0.9 + max(3.5, 1.55 * len(rows))), dpi=110, facecolor="white")
@@ -78,11 +90,7 @@ def save_learning(results: Sequence[Result], png_path: Path) -> Path | None:
     figure.legend(handles=lines, loc="upper right", ncols=len(lines), frameon=False, fontsize=10)
     title = f"Share of the possible gain, step by step: mean and range of seeds; dotted: {BOUND}, which all must reach"
     figure.text(0.03, 1.0 - 0.3 / figure.get_figheight(), title, fontsize=12, color=_INK)
-    part = png_path.with_name(png_path.name + ".part")
-    with naming(png_path):
-        figure.savefig(part, format="png")
-        part.replace(png_path)
-    return png_path
+    return figure
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[str, list[list[Result]]]]:

@@ -146,6 +146,14 @@ def test_whoever_has_sampled_the_gradient_is_that_of_the_policys_own_samples(nam
     torch.testing.assert_close(run(sampler=SAMPLER, corrections=(TIS["sequence"],)), run(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["k1, corrected", "k3, corrected"])
+@pytest.mark.parametrize(("aggregation", "mask"), [("sequence", MASKS[1]), ("token", MASKS[0])])
+def test_whoever_has_sampled_the_gradient_after_the_policy_has_moved_is_that_of_its_samples(name, aggregation, mask):
+    run = functools.partial(gradient, KLS[name], aggregation=aggregation, mask=mask, old=NEAR)
+    found = run(sampler=SAMPLER, corrections=(TIS["sequence"],))
+    torch.testing.assert_close(found, run(sampler=NEAR), rtol=1e-9, atol=1e-11)
+
+
 def test_groups_are_weighed_back_as_rows_are():
     """Several rows, whose denominator is one number: the rows of a group."""
     run = functools.partial(gradient, KLS["k3"], aggregation="sequence")

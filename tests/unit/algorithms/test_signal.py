@@ -16,6 +16,7 @@ BY_SCORE = {
     "lite_ppo": {},
     "rloo": {},
     "reinforce_plus_plus_baseline": {},
+    "turn_grpo": {"discount": 1.0, "normalize_std": True},
     "max_rl": {},
     "opo": {},
     "pass_at_k": {"k": 2},

@@ -107,12 +107,13 @@ def test_a_model_whose_sizes_are_not_known_is_planned_from_its_config_json_alone
 
 def test_a_plan_for_another_machine_notes_what_is_not_here_and_refuses_what_is_wrong_anywhere(command):
     asked = ("train", "grpo", "model.path=Qwen/Qwen3-0.6B", "--dry-run", "--on", "8xH100", "rollout.engine=vllm")
-    lacking = (*asked, "data.train=/data/no.jsonl", "reward.function=no.py:f")
+    lacking = (*asked, "data.train=/data/no.jsonl", "reward.function=no.py:f", "tracking=[swanlab]")
     done = command(*lacking)
     assert done.exit_code == 0, done.exception
     for said in ("data.train: /data/no.jsonl does not exist", "reward.function='no.py:f': no.py does not exist"):
         assert f"not here, and perhaps there: {said}" in done.stdout
     assert "not here, and perhaps there: rollout.engine='vllm': vllm is not installed" in done.stdout
+    assert "not here, and perhaps there: tracking" in done.stdout
     assert "cluster.device=cuda: planned with it, so start the run with it" in done.stdout, "the recipe says cpu"
     here = str(command(*(one for one in lacking if one not in ("--on", "8xH100"))).exception)
     assert "/data/no.jsonl does not exist" in here

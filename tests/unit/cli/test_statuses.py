@@ -1,5 +1,8 @@
 """The exit status and the words of whatever goes wrong on the command line."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rallypoint.cli.main import report
@@ -37,6 +40,18 @@ def test_the_real_command_ends_with_status_2_and_makes_nothing(process, tmp_path
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0] == "error: 1 problem in the config:"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_config_is_told_before_anything_heavy_is_imported():
+    program = (
+        "import sys\nfrom rallypoint.cli.main import _run\n"
+        "try:\n    _run(['train', 'grpo', 'rollout.temprature=1'])\n"
+        "except SystemExit as end:\n    print(end.code)\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'pandas', 'huggingface_hub', 'starlette'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2", "[]"], done.stderr
 
 
 def test_resuming_what_was_never_started_says_how_to_start_it(process, tmp_path):

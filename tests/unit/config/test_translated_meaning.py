@@ -56,6 +56,32 @@ def computed(found: Translation, tmp_path: Path) -> Meaning:
     return meaning(load_config(str(tmp_path / "translated.yaml"), needed).config)
 
 
+def check(found: Translation, defaults: Meaning, expected: Meaning, tmp_path: Path) -> None:
+    """Compare everything that a translation computes with what a script says, and with its project's defaults."""
+    computes = computed(found, tmp_path)
+    assert expected.keys() <= computes.keys()
+    assert computes == {name: (defaults | expected)[name] for name in computes}
+
+
+DEFAULTS_OF_VERL: Meaning = {
+    "recipe": "grpo",
+    "rows": 4 * 1024,
+    "updates": 4,
+    "lr": (1e-6, "constant", 0.0),
+    "length": (30, "epochs"),
+    "validation": (2, 0.0),
+    "shards": 8,
+    "group": 4,
+    "tokens": (512, 512),
+    "kl": None,
+    "advantage": "grpo",
+    "loss": ("clip", 0.2, 0.2, 3.0),
+    "aggregation": "token",
+    "filter": None,
+    "correction": [],
+}
+"""What its configs say where a command says nothing; and what the shortest commands below say: groups of 4, on eight
+devices, validated every 2 steps."""
 OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
     "grpo": (
         f"{MAIN} algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_response_length=1024 {NODE} "
@@ -138,10 +164,8 @@ OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
         {
             "recipe": "grpo",
             "rows": 8192,
-            "updates": 4,
-            "length": (30, "epochs"),
+            "group": 16,
             "validation": (),
-            "kl": None,
             "loss": ("gspo", 3e-4, 4e-4, None),
             "aggregation": "sequence",
         },
@@ -152,6 +176,8 @@ OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
         f"{ACTOR}.ppo_mini_batch_size=1024 {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse {ROLLOUT}.n=8 {NODE} "
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm trainer.test_freq=10",
         {
+            "rows": 8192,
+            "group": 8,
             "updates": 1,
             "advantage": "reinforce_plus_plus",
             "kl": ("loss", 0.001, "k2", False),
@@ -163,7 +189,14 @@ OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
     "rloo": (
         f"{MAIN} algorithm.adv_estimator=rloo {ROLLOUT}.n=5 algorithm.use_kl_in_reward=True "
         f"algorithm.kl_penalty=kl {NODE} data.train_batch_size=1024 {ACTOR}.ppo_mini_batch_size=1024",
-        {"updates": 1, "advantage": "rloo", "kl": ("reward", 0.001, "k1", False), "shards": 8},
+        {
+            "rows": 5120,
+            "group": 5,
+            "updates": 1,
+            "validation": (),
+            "advantage": "rloo",
+            "kl": ("reward", 0.001, "k1", False),
+        },
         ["data.val_files=v.parquet"],
     ),
     "no bounds": (
@@ -195,7 +228,7 @@ OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
         f"{ROLLOUT}.n=4 {ACTOR}.loss_scale_factor=7 "
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True "
         f"{ACTOR}.clip_ratio_high=1000 {ACTOR}.clip_ratio_c=2000 algorithm.filter_groups.enable=True",
-        {"filter": 1000, "kl": ("loss", 0.001, "k3", False)},
+        {"filter": 1000, "kl": ("loss", 0.001, "k3", False), "validation": (), "loss": ("clip", 0.2, 10.0, 2000.0)},
         [
             "recipe.prime.main_prime",
             "actor.clip_ratio_high=1000",
@@ -227,13 +260,31 @@ OF_VERL: dict[str, tuple[str, Meaning, list[str]]] = {
 def test_a_script_of_verl_computes_the_same_or_says_first_what_it_does_not(name, tmp_path):
     theirs, expected, differs = OF_VERL[name]
     found = from_verl(theirs)
-    assert {key: value for key, value in computed(found, tmp_path).items() if key in expected} == expected
+    check(found, DEFAULTS_OF_VERL, expected, tmp_path)
     assert list(found.differs) == differs
     assert found.unknown == ([f"{ACTOR}.loss_scale_factor=7"] if name == "what has no like" else [])
 
 
 PEFT = "--use_peft --lora_r 32"
 QV = ("q_proj", "v_proj")
+DEFAULTS_OF_TRL: Meaning = {
+    "recipe": "grpo",
+    "rows": 8,
+    "updates": 1,
+    "lr": (1e-6, "linear", 0.0),
+    "length": (3, "epochs"),
+    "validation": (),
+    "shards": 1,
+    "group": 8,
+    "tokens": (512, 512),
+    "kl": None,
+    "advantage": "grpo",
+    "loss": ("clip", 0.2, 0.2, None),
+    "aggregation": "token",
+    "filter": None,
+    "correction": [],
+}
+"""What its dataclasses say where a command says nothing."""
 OF_TRL: dict[str, tuple[str, Meaning, list[str]]] = {
     "grpo": (
         "trl grpo --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --num_generations 8 --beta 0.04 "
@@ -291,7 +342,7 @@ OF_TRL: dict[str, tuple[str, Meaning, list[str]]] = {
     ),
     "distillation": (
         "trl distillation --teacher_model_name_or_path big --max_completion_length 64",
-        {"recipe": "opd", "lr": (1e-6, "linear", 0.0), "tokens": (512, 64)},
+        {"recipe": "opd", "group": 1, "tokens": (512, 64)},
         [],
     ),
     "sft": (
@@ -301,7 +352,17 @@ OF_TRL: dict[str, tuple[str, Meaning, list[str]]] = {
     ),
     "ppo": (
         "python examples/scripts/ppo/ppo_tldr.py --num_ppo_epochs 2 --num_mini_batches 2 --total_episodes 800",
-        {"recipe": "ppo", "updates": 4, "critic": (4, 0.2, 5e-5), "length": (100, "steps")},
+        {
+            "recipe": "ppo",
+            "updates": 4,
+            "lr": (5e-5, "linear", 0.0),
+            "length": (100, "steps"),
+            "group": 1,
+            "tokens": (512, 53),
+            "kl": ("reward", 0.05, "k1", False),
+            "advantage": "gae",
+            "critic": (4, 0.2, 5e-5),
+        },
         [],
     ),
 }
@@ -311,7 +372,7 @@ OF_TRL: dict[str, tuple[str, Meaning, list[str]]] = {
 def test_a_command_of_trl_computes_the_same_or_says_first_what_it_does_not(name, tmp_path):
     theirs, expected, differs = OF_TRL[name]
     found = from_trl(theirs)
-    assert {key: value for key, value in computed(found, tmp_path).items() if key in expected} == expected
+    check(found, DEFAULTS_OF_TRL, expected, tmp_path)
     assert (list(found.differs), found.unknown) == (differs, [])
 
 

@@ -9,6 +9,7 @@ from sine_models import MARKED
 
 from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
 from rallypoint.errors import DataError
+from rallypoint.prepare.data_notes import say_fates
 
 FORGETFUL = """\
 {%- for message in messages -%}
@@ -248,6 +249,10 @@ def test_marked_turns_are_trained_as_transformers_marks_them_and_said_where_samp
     talks = talk("q", merge[1] + "es"), talk("q", "no", "r", "no"), talk("q", "no", "r", merge[1])
     rows = merged(tokenizer, *talks)
     assert rows.misaligned == ("a:0", "a:2")
+    said = []
+    say_fates(rows, 999, said.append)
+    assert said[-1].startswith("2 examples have a turn of the assistant before which a model asked for it sees other")
+    assert "the first in a:0" in said[-1]
     for place, row in enumerate(talks):
         messages = [{"role": one.role, "content": one.content} for one in row.messages]
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)

@@ -108,6 +108,20 @@ def test_all_words_of_a_picture_are_inside_of_it_and_do_not_cover_the_axes(tmp_p
     assert main.bbox.width > 0.9 * paper.width
 
 
+@pytest.mark.parametrize(
+    ("rewards", "bottom", "top"), [((0.40, 0.50), (0.3, 0.4), (0.5, 0.6)), ((0.1, 0.9), (0.0, 0.0), (0.9, 1.0))]
+)
+def test_the_axis_of_rewards_shows_a_narrow_band_wide_and_a_wide_one_from_zero(tmp_path, rewards, bottom, top):
+    run = RunFolder(tmp_path)
+    with Journal(run.journal, clock=lambda: 0.0) as journal:
+        journal.append(RunBegan(first=0, config={}, software={}, machine=""))
+        for step in range(1, 13):
+            journal.append(StepDone(step=step, metrics={"reward/mean": rewards[step % 2]}, digests={}))
+    low, high = draw_curve(run).axes[0].get_ylim()
+    assert bottom[0] <= low <= bottom[1]
+    assert top[0] <= high <= top[1]
+
+
 def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").touch()
     program = (

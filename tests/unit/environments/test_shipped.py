@@ -17,9 +17,12 @@ def table(name, /, *cases, **parameters):
 
 
 def lines(file):
-    """Return the cases of a file beside this one, `score | ground truth | response` on each line."""
+    """Return the cases of a file beside this one, `score | ground truth | response` on each line; ⏎ breaks lines."""
     rows = Path(__file__).with_name(file).read_text(encoding="utf-8").splitlines()
-    return [(response, truth, int(score)) for score, truth, response in (row.split(" | ") for row in rows)]
+    return [
+        (response.replace("⏎", "\n"), truth, int(score))
+        for score, truth, response in (row.split(" | ") for row in rows)
+    ]
 
 
 table(
@@ -115,6 +118,7 @@ table(
     (r"\boxed{24}", "48 + 24 = $<<48+24=72>>72.\n#### 72", 0),
 )
 table("math", *lines("answers_math.txt"))
+table("multiple_choice", *lines("answers_multiple_choice.txt"))
 table(
     "multiple_choice",
     ("B", "B", 1),
@@ -275,7 +279,7 @@ ANSWERS = [
 ]
 """Responses for scorers of reasoning-gym, and the answer that each should be given, to be scored."""
 EXTRAS = {"math": "math_verify", "json_schema": "jsonschema"}
-LEAST = {"gsm8k": 100, "math": 100}
+LEAST = {"gsm8k": 100, "math": 100, "multiple_choice": 100}
 """Cases of rewards that answers of a language are for; sandbox/honest_programs.txt has a hundred for `code`."""
 DECIDED = {"digits", "judge", "reasoning_gym"}
 """Rewards with tests of their own: tests/unit/data, test_judge.py, and below."""

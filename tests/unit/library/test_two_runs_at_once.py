@@ -1,6 +1,8 @@
 """Two runs that threads of one process start at once: each has its own functions, rows, model and recipe."""
 
 import contextlib
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,9 @@ from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from rallypoint.config import RECIPES, load_config
+from rallypoint.cpu.threads import Lanes, few_threads
 from rallypoint.data import load_tokenizer
+from rallypoint.engine.determinism import prepare_process, process_as_found
 from rallypoint.environments.episodes import giving_episode, load_episode
 from rallypoint.environments.given import GIVEN
 from rallypoint.library.rewards import specs_of, wanted_columns
@@ -87,6 +91,35 @@ def test_episodes_of_one_name_are_two():
 
     at_once(start)
     assert not GIVEN
+
+
+def settings():
+    variables = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("LRU_CACHE_CAPACITY")
+    return sys.getswitchinterval(), torch.backends.cuda.cudnn_sdp_enabled(), *variables
+
+
+def test_settings_of_the_process_stay_until_the_last_run_has_ended_and_are_given_back_then():
+    """As `recipes.loop.train` keeps them; one begins and ends within the other, and one ends after it."""
+    before, begun, may_end = settings(), [threading.Event() for _ in "ab"], [threading.Event() for _ in "ab"]
+
+    def run(which):
+        with process_as_found(), few_threads():
+            prepare_process()
+            Lanes(torch.device("cpu")).run([int, int], 1)
+            begun[which].set()
+            assert may_end[which].wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(run, 0)
+        begun[0].wait(60)
+        second = threads.submit(run, 1)
+        begun[1].wait(60)
+        while_both, _ = settings(), may_end[0].set()
+        first.result()
+        while_second, _ = settings(), may_end[1].set()
+        second.result()
+    assert while_both == while_second != before
+    assert settings() == before
 
 
 @pytest.mark.parametrize("is_same", [False, True])

@@ -1,11 +1,13 @@
 """Which sampled tokens nobody sees, and what is measured of episodes."""
 
 import pytest
+import torch
 from chat_templates import QWEN3, make_chat_tokenizer
 from tokenizers import AddedToken
 
-from rallypoint.sampling.sampled import measure_episodes, shown_tokens
-from rallypoint.types import Trajectory, Turn, merge
+from rallypoint.environments.scored import Scored
+from rallypoint.sampling.sampled import measure, measure_episodes, shown_tokens
+from rallypoint.types import Metrics, RolloutBatch, Trajectory, Turn, merge
 
 
 def test_tokens_without_a_text_are_hidden_whether_they_are_named_special_or_belong_to_nothing():
@@ -17,6 +19,26 @@ def test_tokens_without_a_text_are_hidden_whether_they_are_named_special_or_belo
     for token, shown in enumerate(is_shown):
         text = tokenizer.decode([token], skip_special_tokens=True) if token < len(tokenizer) else ""
         assert shown == (bool(text) or token in stops), token
+
+
+def test_tokens_that_a_response_does_not_show_are_measured():
+    tokenizer = make_chat_tokenizer(QWEN3)
+    tokenizer.add_tokens([AddedToken("<tool>", special=True)])
+    stop, tool = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<tool>"))
+    tokens = torch.tensor([5, 6, tool, len(tokenizer) + 9, stop])
+    rows = RolloutBatch(
+        offsets=torch.tensor([0, 5]),
+        tokens=tokens,
+        loss_mask=torch.tensor([False, True, True, True, True]),
+        rollout_logprobs=torch.zeros(5),
+        prompt_index=torch.tensor([0]),
+        sample_index=torch.tensor([0]),
+        versions=torch.tensor([0]),
+        truncated=torch.tensor([False]),
+    )
+    scored = Scored(rows.scored(torch.zeros(5)), (0,), (), ({},), (None,), Metrics())
+    found = measure(rows, scored, num_failed=0, is_shown=shown_tokens(tokenizer, [stop]))
+    assert found.scalars()["rollout/hidden_tokens"] == 2 / 4, "<tool>, and what belongs to nothing"
 
 
 def rollout(*lengths, added=2, own_s=1.0, calls=0, errors=0):

@@ -6,9 +6,10 @@ from typing import get_args
 import pytest
 from learning.cells import CELLS, own_advantage, own_loss
 from learning.check import learn_check
-from learning.picture import save_learning
+from learning.picture import draw_learning, save_learning
 from learning.tasks import TASKS
 from learning.training import BOUND, Result, judge, learn
+from matplotlib.text import Text
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -198,6 +199,22 @@ def test_the_picture_has_a_panel_for_each_algorithm(tmp_path):
     picture = save_learning(results, tmp_path / "learning.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["learning.png"]
+
+
+def test_the_words_of_a_picture_of_one_cell_do_not_cover_each_other():
+    cell = CELLS[QUICK[0]]
+    results = [Result(cell=cell, task=task, curves=[[step / 40 for step in range(41)]] * 3) for task in cell.tasks]
+    figure = draw_learning(results[:1])
+    figure.canvas.draw()
+    words = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = [text.get_window_extent() for text in words]
+    covered = [
+        (one.get_text(), other.get_text())
+        for place, (one, box) in enumerate(zip(words, boxes, strict=True))
+        for other, above in zip(words[:place], boxes, strict=False)
+        if box.overlaps(above)
+    ]
+    assert covered == []
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(tmp_path):

@@ -86,6 +86,8 @@ ORDINARY = {
     "concurrent.futures": "from concurrent.futures import ThreadPoolExecutor\n"
     "with ThreadPoolExecutor(4) as pool: print(list(pool.map(abs, range(-9, 0))))",
     "contextlib": "import contextlib\nwith contextlib.suppress(KeyError): {}[0]\nprint(1)",
+    "standard input by its name": "print(open('/dev/stdin').read())",
+    "standard input by its name, in bytes": "print(open('/dev/stdin', 'rb').read())",
     "copy": "import copy; print(copy.deepcopy([[1]]))",
     "csv": "import csv, io; print(list(csv.reader(io.StringIO('a,b'))))",
     "ctypes": "import ctypes; print(ctypes.CDLL(None).abs(-3))",
