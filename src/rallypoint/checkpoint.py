@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,11 +104,19 @@ def steps(folder: Path) -> list[int]:
     return [step for step in visible(folder) if (folder / checkpoint_name(step) / MANIFEST).is_file()]
 
 
-def newest_whole(folder: Path) -> int:
-    """Return the step of the newest undamaged checkpoint; 0 if there is none."""
+def newest_whole(folder: Path, say: Callable[[str], None] = lambda _: None) -> int:
+    """Return the step of the newest undamaged checkpoint; 0 if there is none.
+
+    Args:
+        folder: of checkpoints.
+        say: called with a line about each one that is newer and damaged.
+    """
     for step in reversed(steps(folder)):
-        with contextlib.suppress(CheckpointError):
+        try:
             verify(folder / checkpoint_name(step))
+        except CheckpointError as error:
+            say(f"{error}; it is passed over")
+        else:
             return step
     return 0
 

@@ -315,6 +315,8 @@ class WorkerDiedError(_WorkerProblemError):
     verb = "died during"
     is_preempted = False
     """Whether whoever the machine belongs to took it away, with notice."""
+    is_final = False
+    """Whether another try would end the same way: the cause is in the call."""
 
     def __str__(self) -> str:
         return f"{self._told(self.verb)}: {self.detail}"

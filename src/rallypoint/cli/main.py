@@ -347,7 +347,7 @@ def report(error: RallyError) -> int:
     """Print an error and return the exit status: 2 for wrong input, 75 if another try may help, 1 for all else."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold red]error:[/] {escape(str(error))}")
-    if isinstance(error, WorkerDiedError | RayLostError | NoPlaceError):
+    if isinstance(error, RayLostError | NoPlaceError) or (isinstance(error, WorkerDiedError) and not error.is_final):
         return _TRY_AGAIN
     return 2 if isinstance(error, WRONG_INPUT) else 1
 

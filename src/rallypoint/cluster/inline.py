@@ -119,6 +119,7 @@ class InlineProcess:
 
     def kill(self, why: WorkerDiedError) -> None:
         """See `Process.kill`; a thread cannot be killed: it is told to end, and nobody waits for it any more."""
+        why.is_final = True
         self._end(lambda _: copy.copy(why))
 
     def end(self) -> None:
@@ -190,6 +191,9 @@ class InlineRuntime:
 
     def hurry(self) -> None:
         """See `Runtime.hurry`; nothing here waits for anybody else's processes."""
+
+    def keep_places(self) -> None:
+        """See `Runtime.keep_places`; threads have none."""
 
     def open_rendezvous(self, scope: str) -> Rendezvous:
         """See `Runtime.open_rendezvous`: in memory."""

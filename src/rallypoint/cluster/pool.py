@@ -223,6 +223,10 @@ class Runtime(Protocol):
         """Wait only seconds for what does not answer: the user wants the end. Safe in signal handlers."""
         ...
 
+    def keep_places(self) -> None:
+        """Give no pool's place back until `shutdown`, also while it has no processes: they are started again."""
+        ...
+
     def open_rendezvous(self, scope: str) -> Rendezvous:
         """Open the rendezvous that suits these processes; the driver closes it.
 

@@ -144,9 +144,11 @@ class RayCluster:
                     _temp_dir=str(own.ray_folder),
                     _system_config=dict(_HEALTH),  # Ray adds this session's folders to it
                 )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             ray.shutdown()
             own.end()
+            if isinstance(error, SystemExit):  # Ray's way to end at SIGTERM
+                raise KeyboardInterrupt from error
             raise ClusterError(f"Ray did not start: {error} (its logs: {own.logs})") from error
         return cls(
             address=context.address_info["gcs_address"], namespace=own.name, own=own, silence_s=silence_s, say=say

@@ -74,6 +74,7 @@ class RayRuntime:
         self._cluster, self._timeout_s, self._preload, self._say = cluster, placement_timeout_s, tuple(preload), say
         self._voice_every_s = voice_every_s
         self._forwarded_environment = {} if cluster.is_local else forwarded_environment(os.environ)
+        self._keeps_places = False
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
@@ -100,6 +101,10 @@ class RayRuntime:
     def hurry(self) -> None:
         """See `Runtime.hurry`."""
         self.ray_thread.hurry()
+
+    def keep_places(self) -> None:
+        """See `Runtime.keep_places`."""
+        self._keeps_places = True
 
     def open_rendezvous(self, scope: str) -> Rendezvous:
         """See `Runtime.open_rendezvous`: in a named Ray actor."""
@@ -219,7 +224,8 @@ class RayRuntime:
             for one in processes:
                 one.end()
             del self._running[process.pool], self._pools[process.pool]
-            self._give_back(process.pool)
+            if not self._keeps_places:
+                self._give_back(process.pool)
 
     def _give_back(self, pool: ResourcePool) -> None:
         if pool in self._groups:

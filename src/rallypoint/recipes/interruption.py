@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+ResultT = TypeVar("ResultT")
 
 NOTICE = "SIGTERM"
 """The signal of a scheduler, after which it kills."""
@@ -107,24 +109,18 @@ def interruptible(
         with observer.ending(lambda: begin("interrupt")) if observer else contextlib.nullcontext():
             yield event  # the main thread handles signals
         return
-    # nohup ignores SIGHUP on its user's behalf.
-    caught = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in caught}
-    try:
+    with _caught(handle):
         yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def acknowledging(say: Callable[[str], None]) -> Iterator[None]:
-    """Say at once that Ctrl-C was heard while a run starts, and leave it to who handles it already.
+    """Say at once that a signal was heard while a run starts or ends, and leave it to who handles Ctrl-C already.
 
     That is asyncio, which ends the run at the next `await`; while Ray starts there is none for seconds.
     """
     heard = signal.getsignal(signal.SIGINT)
-    line = "interrupted while starting: what was started is ended; once more ends it at once"
+    line = "interrupted: what was started is ended; once more ends it at once"
     if threading.current_thread() is not threading.main_thread() or not callable(heard):
         try:
             yield
@@ -133,20 +129,41 @@ def acknowledging(say: Callable[[str], None]) -> Iterator[None]:
             raise
         return
     saying: list[threading.Thread] = []
+    terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go(terminals)
         if not saying:  # in a thread, because this one may hold what saying takes
             saying.append(threading.Thread(target=say, args=(line,), daemon=True))
             saying[0].start()
-        heard(number, frame)
+        heard(signal.SIGINT, frame)
 
-    signal.signal(signal.SIGINT, handle)
+    with _caught(handle):
+        try:
+            yield
+        finally:
+            for thread in saying:
+                thread.join()
+
+
+async def acknowledged(work: Coroutine[None, None, ResultT], say: Callable[[str], None]) -> ResultT:
+    """Do some work, see `acknowledging`."""
+    with acknowledging(say):
+        return await work
+
+
+@contextlib.contextmanager
+def _caught(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have the signals that ask a run to end handled."""
+    # nohup ignores SIGHUP on its user's behalf.
+    caught = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, heard)
-        for thread in saying:
-            thread.join()
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _let_go(terminals: list[int]) -> None:

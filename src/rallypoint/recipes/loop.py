@@ -7,6 +7,7 @@ recipe's own page says what a step does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -17,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.checkpoint import checkpoint_name
 from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
-from rallypoint.config import LoadedConfig, RoleName, RunConfig, TrackingConfig
+from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.grader import Grader, open_grader
-from rallypoint.errors import WorkerDiedError
+from rallypoint.errors import WorkerDiedError, first_line
 from rallypoint.failpoints import VARIABLE, arming
 from rallypoint.journal import NUMBERS_OF, InputsRead, Journal, RunEnded, Said
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
-from rallypoint.recipes.interruption import Observer, acknowledging
+from rallypoint.recipes.interruption import Observer, acknowledged
 from rallypoint.recipes.recipe import Setup, page_of
 from rallypoint.recipes.saving import Saver, newest_state
 from rallypoint.recipes.steps import Steps
-from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of
+from rallypoint.roles.placement import Placement, SharedFolder, module_of, rendezvous_of
 from rallypoint.roles.supervisor import Supervisor
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
 from rallypoint.run.record import Record
@@ -91,6 +92,8 @@ def train(
             beginning = Beginning.resumed(folder, config, from_step)
             write_config(folder, config)
             journal.append(launched(loaded, folder.state().launched.overrides))
+            if beginning.adopted is not None:
+                journal.append(beginning.adopted)
         began = began_of(beginning, folder)
         if beginning.first == config.trainer.num_steps:
             journal.tell(began)
@@ -99,7 +102,8 @@ def train(
             return True
         with recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
             journal.append(began)
-            is_done = asyncio.run(_train(beginning, folder, journal, progress, found, observer or Observer(), recorded))
+            work = _train(beginning, folder, journal, progress, found, observer or Observer(), recorded)
+            is_done = asyncio.run(acknowledged(work, journal.say))
             journal.append(RunEnded(how="finished" if is_done else "stopped"))
             if trackers.are_any and (drawn := draw(folder)[0]):
                 trackers.picture(folder.state().step, drawn)
@@ -134,19 +138,18 @@ async def _train(
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
         preparing.add_done_callback(_mark_seen)
         await asyncio.sleep(0)
-        with acknowledging(say):
-            runtime = _open_runtime(config, folder, say)
-            at_end.add(runtime.shutdown, after=endpoint and endpoint.close)
-            shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
-            at_end.add(lambda: shutil.rmtree(folder.published, ignore_errors=True), after=runtime.shutdown)
-            pools = pools_of(config)
-            material = await _open_and_prepare(pools.open(runtime), preparing)
-            recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
-            recording.add_done_callback(_mark_seen)
-            agents = _agents(config, folder, material)
-            if agents is not None:
-                at_end.add(agents.close)
-                await agents.open()
+        runtime = _open_runtime(config, folder, say)
+        at_end.add(runtime.shutdown, after=endpoint and endpoint.close)
+        shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
+        at_end.add(lambda: shutil.rmtree(folder.published, ignore_errors=True), after=runtime.shutdown)
+        pools = pools_of(config)
+        material = await _open_and_prepare(pools.open(runtime), preparing)
+        recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
+        recording.add_done_callback(_mark_seen)
+        agents = _agents(config, folder, material)
+        if agents is not None:
+            at_end.add(agents.close)
+            await agents.open()
         roles = _Roles(
             beginning,
             folder,
@@ -163,6 +166,7 @@ async def _train(
             material,
             recording,
             began_s,
+            SharedFolder.marked(folder.path),
         )
         at_end.add(roles.close, after=runtime.shutdown)  # workers renew their leases there
         return await roles.run()
@@ -180,15 +184,6 @@ def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], Non
         preload=tuple(map(module_of, config.roles)),
         say=say,
     )
-
-
-def module_of(role: RoleName) -> str:
-    """Return the module of a role's workers.
-
-    >>> module_of("actor"), module_of("reward")
-    ('rallypoint.roles.actor', 'rallypoint.roles.frozen')
-    """
-    return f"rallypoint.roles.{'frozen' if role == 'reward' else role}"
 
 
 def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoint | None:
@@ -214,7 +209,9 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
-        return (await asyncio.gather(preparing, opened))[0]
+        with contextlib.suppress(WorkerDiedError):  # its roles start another process
+            await asyncio.gather(preparing, opened)
+        return await preparing
     finally:
         opened.cancel()
         await asyncio.gather(opened, return_exceptions=True)
@@ -245,33 +242,36 @@ class _Roles:
     material: Material
     recording: asyncio.Task[Record]
     began_s: float
+    shared: SharedFolder
     _placement: Placement | None = None
 
     async def run(self) -> bool:
         """Do all steps; return whether they were done."""
-        config, first, supervisor = self.beginning.config, self.beginning.first, Supervisor(self.journal)
+        first, supervisor, steps = self.beginning.first, Supervisor(self.journal), None
         saved = self.folder.checkpoints / checkpoint_name(first) if first else None
-        steps = None
         shutil.rmtree(self.folder.snapshots, ignore_errors=True)  # of a run that was killed
         while True:
             try:
-                with acknowledging(self.journal.say):
-                    steps = await self._begin(supervisor, saved)
+                steps = await self._begin(supervisor, saved)
                 return await steps.take(first)
             except WorkerDiedError as error:
-                if steps is None or steps.is_ending or config.cluster.runtime == "inline":
+                if error.is_final:
                     raise
+                if steps is not None and steps.is_ending:
+                    self.journal.say(f"{first_line(error)}; what is not saved is repeated by --resume")
+                    await steps.saver.rescue()
+                    return False
                 supervisor.lost(error)
             await self._end()
-            first, saved = await asyncio.to_thread(newest_state, self.folder)
+            first, saved = await asyncio.to_thread(newest_state, self.folder, self.journal.say)
             self.journal.append(began_of(dataclasses.replace(self.beginning, first=first), self.folder))
 
     async def _begin(self, supervisor: Supervisor, saved: Path | None) -> Steps:
         self.journal.say("starting the roles", level="wait")
-        config, material, shared = self.beginning.config, self.material, SharedFolder.marked(self.folder.path)
+        config, material = self.beginning.config, self.material
         rendezvous = rendezvous_of(config, self.runtime)
         self._placement = Placement(
-            config, self.runtime, self.pools, material.model_path, shared, rendezvous, supervisor
+            config, self.runtime, self.pools, material.model_path, self.shared, rendezvous, supervisor
         )
         setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded)
         recipe = await page_of(config).create(setup)

@@ -44,9 +44,12 @@ _LAST_S, _AGAIN_S = 600.0, 5.0
 """Seconds that the end of a run waits for a disk, and from one try to the next."""
 
 
-def newest_state(folder: RunFolder) -> tuple[int, Path | None]:
-    """Return the newest step that a run can be restored to, and where from; 0 and None if nothing whole was saved."""
-    found = [(checkpoint.newest_whole(each), each) for each in (folder.checkpoints, folder.snapshots)]
+def newest_state(folder: RunFolder, say: Callable[[str], None]) -> tuple[int, Path | None]:
+    """Return the newest step that a run can be restored to, and where from; 0 and None if nothing whole was saved.
+
+    What is damaged is said, from this thread, and left out.
+    """
+    found = [(checkpoint.newest_whole(each, say), each) for each in (folder.checkpoints, folder.snapshots)]
     step, where = max(found, key=lambda pair: pair[0])
     return step, where / checkpoint.checkpoint_name(step) if step else None
 
@@ -254,7 +257,8 @@ class Saver:
         try:
             with span("snapshot"), contextlib.ExitStack() as stack:
                 folder = stack.enter_context(checkpoint.writing(self.folder.snapshots, step, durable=False))
-                await self._write(folder, step)
+                # A kill leaves the snapshot, from which a run goes on only with all that came before.
+                await asyncio.gather(self._write(folder, step), asyncio.to_thread(self.rollouts.flush))
                 await self.in_background(stack.pop_all().close)
             await self.in_background(functools.partial(checkpoint.prune, self.folder.snapshots, 1))
         except (CheckpointError, OSError) as error:

@@ -184,6 +184,7 @@ class Placement:
     refillers: dict[RoleName, Refiller] = dataclasses.field(default_factory=dict[RoleName, "Refiller"])
     """What gives a role whose workers have no state of their own what they had."""
     _restoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    _restores: set[asyncio.Task[None]] = dataclasses.field(default_factory=set[asyncio.Task[None]])
     _closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     async def group(
@@ -215,15 +216,26 @@ class Placement:
 
         Raises:
             WorkerDiedError: the given one, if a role had a state there that nothing else has: one that is trained, or
-                what it has sampled ahead. Or there were too many.
+                what it has sampled ahead. Or there were too many, or all groups are ended meanwhile.
         """
+        restore = asyncio.create_task(self._restore(error))
+        self._restores.add(restore)
+        restore.add_done_callback(self._restores.discard)
+        try:
+            await restore
+        except asyncio.CancelledError:
+            if self._closing.is_set():
+                raise error from None
+            raise
+
+    async def _restore(self, error: WorkerDiedError) -> None:
         async with self._restoring:
             lost, roles = self._lost_by(error), set[RoleName]()
             if not lost and not self._closing.is_set():
                 return
             while True:
                 roles |= self._lost_with(lost)
-                if self._closing.is_set() or self.config.cluster.runtime == "inline" or not roles <= self._renewable:
+                if self._closing.is_set() or error.is_final or not roles <= self._renewable:
                     raise error
                 self.supervisor.lost(error)
                 try:
@@ -286,10 +298,12 @@ class Placement:
         }
 
     async def close(self) -> None:
-        """End all groups at once, and their processes; calls that are still under way fail."""
+        """End all groups at once, and their processes, whose places stay; calls that are still under way fail."""
         self._closing.set()
-        async with self._restoring:
-            pass
+        self.runtime.keep_places()
+        for restore in self._restores:
+            restore.cancel()
+        await asyncio.gather(*self._restores, return_exceptions=True)
         await asyncio.gather(*(group.shutdown(patience_s=0) for group in self.groups.values()))
         self.groups.clear()
 
@@ -307,6 +321,15 @@ class Placement:
         found = dict(zip(self.groups, measured, strict=True))
         memory = merge(*(merge(*(one for one, _ in ranks)).prefixed(role) for role, ranks in found.items()))
         return memory, {role: [work for _, work in ranks] for role, ranks in found.items()}
+
+
+def module_of(role: RoleName) -> str:
+    """Return the module of a role's workers.
+
+    >>> module_of("actor"), module_of("reward")
+    ('rallypoint.roles.actor', 'rallypoint.roles.frozen')
+    """
+    return f"rallypoint.roles.{'frozen' if role == 'reward' else role}"
 
 
 def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:

@@ -61,6 +61,7 @@ class Supervisor:
             self._journal.say(
                 f"the run ends: {error.role} rank {error.rank} was lost in {error.call} for the third time"
             )
+            error.is_final = True
             raise error
         if not error.is_preempted and len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
             self._journal.say(f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour")

@@ -20,8 +20,10 @@ from typing import Any, cast
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
 from rallypoint.errors import CheckpointError, ResumeError, UnusableCheckpointError
+from rallypoint.journal import CheckpointSaved, read_journal
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import Inputs, Record, made_inputs
+from rallypoint.run.waste import sampled_again
 
 _SAME = {
     "recipe": "the checkpoint is of another algorithm",
@@ -201,6 +203,16 @@ def _has_schedule(config: RunConfig) -> bool:
     return any(optimizer.schedule != "constant" or optimizer.warmup_ratio for optimizer in optimizers)
 
 
+def _adopted(folder: RunFolder) -> CheckpointSaved | None:
+    """Make the snapshot of a run that was killed a checkpoint, if it is newer and the journal has its step."""
+    step = checkpoint.newest_whole(folder.snapshots)
+    if step <= max(checkpoint.visible(folder.checkpoints), default=0) or step > folder.state().step:
+        return None
+    name = checkpoint.checkpoint_name(step)
+    checkpoint.adopt(folder.snapshots / name, folder.checkpoints)
+    return CheckpointSaved(step=step, weights=checkpoint.weights_digest(folder.checkpoints / name), metrics={})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beginning:
     """The step that a start continues from, and what decides its weights."""
@@ -214,10 +226,12 @@ class Beginning:
     """The record that was compared with it."""
     notes: tuple[str, ...] = ()
     """Notes for the user: changes, or that there is no checkpoint."""
+    adopted: CheckpointSaved | None = None
+    """That checkpoint, if it was a snapshot until now."""
 
     @classmethod
     def resumed(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:
-        """Do what `compared` does, after a save that was killed has been put right.
+        """Do what `compared` does, after a save that was killed has been put right; its snapshot becomes a checkpoint.
 
         Checkpoints later than `from_step` are set aside, once the comparison has passed.
 
@@ -225,11 +239,14 @@ class Beginning:
             CheckpointError, ResumeError: see `compared`.
         """
         checkpoint.recover(folder.checkpoints)
+        adopted = _adopted(folder) if from_step is None else None
         found = cls.compared(folder, config, from_step)
         aside = [] if from_step is None else checkpoint.set_aside(folder.checkpoints, found.first)
         names = ", ".join(path.name for path in aside)
         more = (f"going on from step {found.first}; set aside: {names}",) if aside else ()
-        return dataclasses.replace(found, notes=(*more, *found.notes))
+        if config.rollout.max_staleness and (num := sampled_again(read_journal(folder.journal), found.first)):
+            more = (*more, f"{num:,} tokens of groups that were finished after step {found.first} are sampled again")
+        return dataclasses.replace(found, notes=(*more, *found.notes), adopted=adopted)
 
     @classmethod
     def compared(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:

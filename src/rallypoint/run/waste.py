@@ -183,14 +183,7 @@ def account(entries: Iterable[Entry]) -> Account:
     Args:
         entries: of its whole journal, oldest first.
     """
-    starts = list[_Start]()
-    for entry in entries:
-        if isinstance(entry.event, RunBegan):
-            starts.append(_Start(entry.event, entry.time_s, entry.time_s, entry.time_s))
-        elif starts:
-            if isinstance(entry.event, RunEnded):
-                starts[-1].done_s = entry.time_s  # it ended in order: nothing was under way
-            starts[-1].take(entry)
+    starts = _starts(entries)
     found, tokens = dict[str, Waste](), 0
     for place, start in enumerate(starts):
         later = [other.began.first for other in starts[place + 1 :]]
@@ -204,6 +197,29 @@ def account(entries: Iterable[Entry]) -> Account:
     wastes = [waste for waste in found.values() if waste.num or waste.tokens or waste.seconds > 0]
     seconds = sum(start.ended_s - start.began_s for start in starts)
     return Account(seconds, tokens, tuple(sorted(wastes, key=lambda waste: -waste.seconds)))
+
+
+def sampled_again(entries: Iterable[Entry], first: int) -> int:
+    """Return the tokens of finished groups that the newest start has, and one that goes on from step `first` has not.
+
+    Args:
+        entries: of a whole journal, oldest first.
+        first: step that the run goes on from.
+    """
+    starts = _starts(entries)
+    return starts[-1].done_again(first).tokens if starts else 0
+
+
+def _starts(entries: Iterable[Entry]) -> list[_Start]:
+    starts = list[_Start]()
+    for entry in entries:
+        if isinstance(entry.event, RunBegan):
+            starts.append(_Start(entry.event, entry.time_s, entry.time_s, entry.time_s))
+        elif starts:
+            if isinstance(entry.event, RunEnded):
+                starts[-1].done_s = entry.time_s  # it ended in order: nothing was under way
+            starts[-1].take(entry)
+    return starts
 
 
 def _sum(a: Waste | None, b: Waste) -> Waste:

@@ -83,6 +83,9 @@ def test_wrong_input_has_status_2_and_a_failure_status_1(capsys):
     assert report(RunFolderError("runs/x is in use by process 7")) == 2
     assert report(PlacementError("no place")) == 1
     assert report(WorkerError("actor", 0, "update", "boom", "Traceback ...")) == 1
+    died = WorkerDiedError("actor", 0, "update", "it was killed, as it was twice before")
+    died.is_final = True
+    assert report(died) == 1, "another try would end the same way"
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "seed=-1: expected [0, 1]" in captured.err

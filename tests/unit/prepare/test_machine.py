@@ -18,7 +18,7 @@ from rallypoint.prepare.machine import (
 )
 from rallypoint.prepare.plan import make_plan
 from rallypoint.prepare.role_memory import reserved_tokens
-from rallypoint.recipes.loop import module_of
+from rallypoint.roles.placement import module_of
 
 GIB = 2**30
 H100 = Accelerator("NVIDIA H100", 80 * GIB)

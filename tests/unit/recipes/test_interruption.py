@@ -127,11 +127,38 @@ def test_ctrl_c_while_a_run_starts_is_said_at_once_and_left_to_who_handles_it():
         with acknowledging(said.append):
             signal.raise_signal(signal.SIGINT)  # as in a call to Ray, in which no event loop turns
             signal.raise_signal(signal.SIGINT)
-        assert said == ["interrupted while starting: what was started is ended; once more ends it at once"]
+        assert said == ["interrupted: what was started is ended; once more ends it at once"]
         assert heard == [signal.SIGINT] * 2
         assert signal.getsignal(signal.SIGINT) is ours
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+STARTING = """
+import asyncio, signal
+from rallypoint.recipes.interruption import acknowledged
+
+async def starts():
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+try:
+    asyncio.run(acknowledged(starts(), lambda line: print(line, flush=True)))
+except KeyboardInterrupt:
+    print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+    raise SystemExit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_run_starts_or_ends_cancels_it_and_it_ends_in_order(number: signal.Signals):
+    process = subprocess.Popen([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert out == "interrupted: what was started is ended; once more ends it at once\nTrue\n"
+    assert process.returncode == 130
 
 
 def test_ctrl_c_while_a_run_starts_is_said_also_while_the_main_thread_holds_what_saying_takes():

@@ -161,3 +161,34 @@ def test_a_process_that_dies_before_it_has_what_the_others_have_is_made_again_on
 
     assert lose_one(tmp_path, 0, Refill()) == 0
     assert [event.rank for event in events(tmp_path) if isinstance(event, RoleLost)] == [0, 0]
+
+
+def test_the_end_of_all_groups_waits_for_no_role_that_is_being_made_again(tmp_path):
+    config = load_config("digits", ["cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side"]).config
+
+    class Waits(InlineRuntime):
+        may = True
+
+        async def processes(self, pool):
+            if not self.may:
+                await asyncio.Event().wait()
+            return await super().processes(pool)
+
+    async def scenario():
+        runtime, supervisor = Waits(log_folder=tmp_path), Supervisor(Journal(tmp_path / "journal.jsonl"))
+        shared = SharedFolder.marked(tmp_path)
+        placement = Placement(config, runtime, pools_of(config), "", shared, None, supervisor)
+        try:
+            group = await placement.group("rollout", Score)
+            where, runtime.may = group.processes[0].info, False
+            error = WorkerDiedError("rollout", 0, "score", "it was killed", pid=where.pid, node=where.node)
+            waiting = [asyncio.create_task(placement.restore(error)) for _ in range(2)]
+            while not group.processes[0].ended:
+                await asyncio.sleep(0)
+            await placement.close()
+            return error, await asyncio.gather(*waiting, return_exceptions=True)
+        finally:
+            await runtime.shutdown()
+
+    error, raised = asyncio.run(scenario())
+    assert raised == [error, error]

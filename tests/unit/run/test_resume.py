@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.checkpoint import MANIFEST, checkpoint_name, visible, writing
+from rallypoint.checkpoint import MANIFEST, checkpoint_name, visible, weights_digest, writing
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.errors import CheckpointError, DataError, ResumeError
+from rallypoint.journal import Journal, RunBegan, StepDone
 from rallypoint.run.folder import RunFolder, anchored, create_run
 from rallypoint.run.record import Record
 from rallypoint.run.resume import _FREE, _ROUNDING, _SAME, Beginning
@@ -288,3 +289,35 @@ def test_every_entry_of_the_rule_is_a_key_or_a_section_and_stands_on_one_list():
 def configs_with_everything() -> tuple[RunConfig, RunConfig]:
     taught = ["teacher={path: teacher}", "model.path=student", "data.train=prompts.jsonl"]
     return load_config("digits", ["model.lora={}"]).config, load_config("opd", taught, draft=True).config
+
+
+def snapshot_of(run: RunFolder, step: int, *, done: int) -> None:
+    """Leave what a run leaves that was killed after a step."""
+    with Journal(run.journal) as journal:
+        journal.append(RunBegan(first=20, config={}, software={}, machine=""))
+        for each in range(21, done + 1):
+            journal.append(StepDone(step=each, metrics={}, digests={}, seconds=1.0))
+    with writing(run.snapshots, step, durable=False) as path:
+        (path / "training").mkdir()
+        Record.of(config_of(), run).write(path)
+        (path / "model.safetensors").write_bytes(bytes(10))
+
+
+def test_the_snapshot_of_a_run_that_was_killed_is_what_it_goes_on_from_and_a_comparison_alone_leaves_it(run: RunFolder):
+    snapshot_of(run, 23, done=23)
+    assert Beginning.compared(run, config_of(), None).first == 20
+    assert visible(run.snapshots) == [23]
+    found = resumed(run)
+    assert found.first == found.adopted.step == 23
+    assert found.adopted.weights == weights_digest(run.checkpoints / "step_000023")
+    assert (visible(run.checkpoints), visible(run.snapshots)) == ([20, 23], [])
+    assert resumed(run).adopted is None
+
+
+@pytest.mark.parametrize("how", ["its step is not in the journal", "damaged", "older", "another is asked for"])
+def test_no_other_snapshot_is_taken(run: RunFolder, how: str):
+    snapshot_of(run, 19 if how == "older" else 23, done=22 if how == "its step is not in the journal" else 23)
+    if how == "damaged":
+        (run.snapshots / "step_000023" / "model.safetensors").write_bytes(bytes(9))
+    found = resumed(run, from_step=20 if how == "another is asked for" else None)
+    assert (found.first, found.adopted, visible(run.checkpoints)) == (20, None, [20])

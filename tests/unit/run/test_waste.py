@@ -14,7 +14,7 @@ from rallypoint.journal import (
     RunEnded,
     StepDone,
 )
-from rallypoint.run.waste import Waste, account
+from rallypoint.run.waste import Waste, account, sampled_again
 
 
 def began(first=0, **config):
@@ -98,3 +98,10 @@ def test_what_a_resume_does_again_counts_once_with_all_that_was_under_way_when_t
     assert found(*again)[1]["done again"].num == 3, "those of both earlier starts"
     running = (began(), started, done(1), scored(5, 6))
     assert found(*running)[1] == {}, "what is under way may still be trained on"
+
+
+def test_a_resume_samples_again_what_was_finished_and_not_saved():
+    events = (began(), scored(1, 7), taken(1, 1), done(1, 7), scored(2, 9), taken(2, 2), done(2, 9), scored(3, 5, 6))
+    entries = [Entry(number, 0.0, event) for number, event in enumerate(events)]
+    assert [sampled_again(entries, first) for first in (0, 1, 2)] == [27, 20, 11]
+    assert sampled_again([], 0) == 0
