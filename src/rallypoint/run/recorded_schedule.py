@@ -156,14 +156,28 @@ def _kept(events: Iterator[Event]) -> list[Event]:
                 kept = [event]
             case RunBegan():
                 began = event
-            case Resumed(version=version) if began is not None:
-                loads = [at for at, one in enumerate(kept) if isinstance(one, WeightsLoaded) and one.version == version]
-                kept = [*(kept[: loads[-1] + 1] if loads else []), began, event]
+            case Resumed() if began is not None:
+                kept = [*kept[: _loaded_after(kept, event)], began, event]
             case SliceSent() | WeightsLoaded() | BatchTaken() | RolloutFailed():
                 kept.append(event)
             case _:
                 pass
     return kept
+
+
+def _loaded_after(kept: Sequence[Event], resumed: Resumed) -> int:
+    """Return the place after the load of the weights of a checkpoint; 0 if there is none.
+
+    Their version does not say which load that was: while a critic warms up, those of several steps have one.
+    """
+    takes = [at for at, one in enumerate(kept) if isinstance(one, BatchTaken) and one.step == resumed.step]
+    after = takes[-1] if takes else 0
+    loads = [
+        at
+        for at, one in enumerate(kept)
+        if at >= after and isinstance(one, WeightsLoaded) and one.version == resumed.version
+    ]
+    return loads[0 if takes else -1] + 1 if loads else 0
 
 
 def _failed(kept: Sequence[Event]) -> list[dict[FailureName, RolloutFailed]]:

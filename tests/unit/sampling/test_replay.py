@@ -139,6 +139,20 @@ def test_what_a_run_did_after_the_checkpoint_that_it_went_on_from_counts_no_more
     assert part(0, 2, 9) not in found.events
 
 
+def test_a_schedule_is_cut_at_the_load_of_the_checkpoint_also_where_weights_of_several_steps_have_one_version(tmp_path):
+    """As while a critic warms up."""
+
+    def take(step):
+        return dataclasses.replace(taken(step), step=step)
+
+    done = [BEGAN, load(0), part(0, 1, 1), take(1), load(0), part(0, 2, 2)]
+    lost = [take(2), load(0), part(0, 3, 3), take(3), load(0)]
+    again = [AGAIN, resumed(1, version=0), load(0), part(0, 4, 4), take(2), load(0)]
+    file = write(tmp_path / "journal.jsonl", *done, *lost, *again)
+    kept = (load(0), part(0, 1, 1), load(0), resumed(1, version=0), load(0), part(0, 4, 4), load(0))
+    assert RecordedSchedule.read(file).events == kept
+
+
 @pytest.mark.parametrize(
     ("before", "why"),
     [
