@@ -25,7 +25,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rallypoint.errors import ConfigError, FailpointError
@@ -74,8 +74,10 @@ def parse(text: str) -> list[Failpoint]:
         elif not ((how in HOW and "=" not in how) or re.fullmatch(r"slow=(\d+\.?\d*|\.\d+)", how)):
             problems.append(f"{one}: expected how it fails at its end, one of {', '.join(HOW)}; found {how!r}")
         else:
-            pairs = (word.split("=") for word in middle)
+            pairs = [word.split("=") for word in middle]
             numbers = {name: int(number) for name, number in pairs}
+            if len(numbers) < len(pairs) or not numbers.get("n", 1):
+                problems.append(f"{one}: expected each condition once, and n from 1; found {', '.join(middle)}")
             nth = numbers.pop("n", 1)
             found.append(Failpoint(place, numbers, nth, how, one))
     if problems:
@@ -145,39 +147,60 @@ def check_calls(role: str, kind: type) -> None:
 
 @contextlib.contextmanager
 def arming(
-    folder: Path, events: Mapping[str, Collection[str]], roles: Collection[str], *, inline: bool
-) -> Iterator[str]:
-    """Have the failpoints of the environment fail inside the block; yield those that are to come, for people.
+    folder: Path,
+    events: Mapping[str, Collection[str]],
+    ranks: Mapping[str, int],
+    *,
+    num_steps: int,
+    inline: bool,
+    say: Callable[[str], None],
+) -> Iterator[None]:
+    """Have the failpoints of the environment fail inside the block; say which are to come, and which never came.
 
     Args:
         folder: of the run.
         events: kind -> its numbers, which conditions may be about.
-        roles: of the run.
+        ranks: role of the run -> how many ranks it has.
+        num_steps: of the run.
         inline: whether roles live in this very process.
+        say: called with a line for people.
 
     Raises:
         ConfigError: one names what does not exist; what exists is listed.
     """
     global armed
     points = parse(os.environ.get(VARIABLE, ""))
-    _refuse(problem for point in points if (problem := _problem(point, events, roles, inline=inline)))
+    _refuse(problem for point in points if (problem := _problem(point, events, ranks, num_steps, inline=inline)))
     found = Failpoints(points, folder / NOTED)
     armed = found if found.points else None
+    if armed is not None:
+        say(f"{VARIABLE}: this run fails on purpose, at {_texts(armed)}")
     try:
-        yield "; ".join(point.text for point in found.points)
+        yield
     finally:
         armed = None
+    if found.points:
+        say(f"{VARIABLE}: what never came: {_texts(found)}")
 
 
-def _problem(point: Failpoint, events: Mapping[str, Collection[str]], roles: Collection[str], *, inline: bool) -> str:
+def _texts(found: Failpoints) -> str:
+    return "; ".join(point.text for point in found.points)
+
+
+def _problem(
+    point: Failpoint, events: Mapping[str, Collection[str]], ranks: Mapping[str, int], num_steps: int, *, inline: bool
+) -> str:
     role, dot, method = point.place.partition(".")
     if not dot and point.place not in events:
         return f"{point.text}: there is no event {point.place!r}; there are {', '.join(events)}, and role.method"
-    if dot and (role not in roles or not method):
-        return f"{point.text}: the run has no role {role!r}; it has {', '.join(roles)}"
+    if dot and (role not in ranks or not method):
+        return f"{point.text}: the run has no role {role!r}; it has {', '.join(ranks)}"
     numbers = _OF_CALLS if dot else events[point.place]
     if unknown := [name for name in point.conditions if name not in numbers]:
         return f"{point.text}: {point.place} has no {unknown[0]}; conditions are {', '.join((*numbers, 'n'))}"
+    step, rank = (point.conditions.get(name, 0) for name in _OF_CALLS)
+    if step > num_steps or (dot and rank >= ranks[role]):
+        return f"{point.text}: the run has {num_steps} steps{f', and {role} {ranks[role]} ranks from 0' if dot else ''}"
     if dot and inline and point.how in {"kill", "stop"}:
         return (
             f"{point.text}: with cluster.runtime=inline a role's process is the driver itself; name an event instead, "

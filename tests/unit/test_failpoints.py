@@ -28,12 +28,19 @@ def done(step):
 
 
 @pytest.fixture
-def failing(tmp_path, monkeypatch):
+def said():
+    """Lines for the user."""
+    return []
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch, said):
     """Arms what a text names."""
 
     def arm(text, *, inline=False):
         monkeypatch.setenv(VARIABLE, text)
-        return arming(tmp_path, NUMBERS_OF, ("actor", "rollout"), inline=inline)
+        ranks = {"actor": 2, "rollout": 1}
+        return arming(tmp_path, NUMBERS_OF, ranks, num_steps=9, inline=inline, say=said.append)
 
     return arm
 
@@ -48,6 +55,10 @@ def failing(tmp_path, monkeypatch):
         ("StepsDone:kill", "there is no event 'StepsDone'; there are Launched, .*StepDone"),
         ("critic.train:kill", "the run has no role 'critic'; it has actor, rollout"),
         ("StepDone:rank=1:kill", "StepDone has no rank; conditions are step, n"),
+        ("StepDone:n=0:kill", "expected each condition once, and n from 1; found n=0"),
+        ("StepDone:step=1:step=2:kill", "expected each condition once, and n from 1; found step=1, step=2"),
+        ("StepDone:step=10:kill", "StepDone:step=10:kill: the run has 9 steps"),
+        ("actor.train:rank=2:kill", "actor.train:rank=2:kill: the run has 9 steps, and actor 2 ranks from 0"),
         ("actor.train:prompt=1:kill", "actor.train has no prompt; conditions are step, rank, n"),
     ],
 )
@@ -59,8 +70,17 @@ def test_what_does_not_exist_is_refused_with_what_does(failing, text, found):
 def test_a_role_in_the_process_of_the_driver_cannot_be_killed_and_the_way_out_is_said(failing):
     with pytest.raises(ConfigError, match="inline a role's process is the driver itself; name an event instead"):
         failing("actor.train:kill", inline=True).__enter__()
-    with failing("StepDone:kill; actor.train:raise", inline=True) as fails:
-        assert fails == "StepDone:kill; actor.train:raise"
+    with failing("StepDone:kill; actor.train:raise", inline=True):
+        pass
+
+
+def test_what_is_to_come_is_said_at_the_beginning_and_what_never_came_at_the_end(failing, said, tmp_path):
+    with failing("StepDone:step=2:disk_full; actor.train:raise"), Journal(tmp_path / "journal.jsonl") as journal:
+        assert said == ["RALLY_FAIL: this run fails on purpose, at StepDone:step=2:disk_full; actor.train:raise"]
+        journal.append(done(2))
+    assert said[1:] == ["RALLY_FAIL: what never came: actor.train:raise"]
+    with failing(""):
+        assert not said[2:]
 
 
 def test_an_event_fails_before_it_is_written_and_once_in_a_run(failing, tmp_path):

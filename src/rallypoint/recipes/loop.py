@@ -7,12 +7,12 @@ recipe's own page says what a step does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.errors import WorkerDiedError, first_line
-from rallypoint.failpoints import VARIABLE, arming
+from rallypoint.failpoints import arming
 from rallypoint.journal import NUMBERS_OF, InputsRead, Journal, RunEnded, Said
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
@@ -75,12 +75,8 @@ def train(
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
-    inline, roles = loaded.config.cluster.runtime == "inline", loaded.config.roles
-    failing = arming(folder.path, NUMBERS_OF, roles, inline=inline)
-    with folder.locked(), process_as_found(), few_threads(), failing as fails, Journal(folder.journal) as journal:
+    with folder.locked(), process_as_found(), few_threads(), Journal(folder.journal) as journal:
         journal.subscribe(progress.take)
-        if fails:
-            journal.say(f"{VARIABLE}: this run fails on purpose, at {fails}")
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
             found = found or read_material(config)
@@ -100,7 +96,10 @@ def train(
             done = f"all {beginning.first} steps are done; for more of them raise trainer.num_steps"
             journal.tell(Said(text=done))
             return True
-        with recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
+        is_inline, num_steps = config.cluster.runtime == "inline", config.trainer.num_steps
+        ranks = {role: config.num_ranks(role) for role in config.roles}
+        failing = arming(folder.path, NUMBERS_OF, ranks, num_steps=num_steps, inline=is_inline, say=journal.say)
+        with failing, recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
             journal.append(began)
             work = _train(beginning, folder, journal, progress, found, observer or Observer(), recorded)
             is_done = asyncio.run(acknowledged(work, journal.say))
@@ -209,7 +208,7 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
     """Wait for both; bad data is reported before the cluster has a place for the run."""
     opened = asyncio.create_task(opening)
     try:
-        with contextlib.suppress(WorkerDiedError):  # its roles start another process
+        with suppress(WorkerDiedError):  # its roles start another process
             await asyncio.gather(preparing, opened)
         return await preparing
     finally:
