@@ -24,7 +24,7 @@ from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
 from rallypoint.engine.offload import Checkpoints, Sleeper
 from rallypoint.engine.optimizer import learning_rate, make_optimizer
-from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
+from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RallyError, RowTooLongError
 from rallypoint.models import ModelShard
 from rallypoint.types import Last, Mean, Metrics, PerToken, Sequences, merge, token_index
 
@@ -203,11 +203,11 @@ class TrainingEngine(Generic[BatchT]):
             return _name_rows(batch, rows)
         groups = batch.prompt_index.tolist() if batch.rows_together > 1 else range(len(batch))
         alone = [batch.rows([other for other in rows if groups[other] == groups[row]]) for row in rows]
-        guilty = [
-            row
-            for row, part in zip(rows, alone, strict=True)
-            if part.num_loss_tokens and not math.isfinite(loss(part, trained_positions(part))[0].sum().item())
-        ]
+        guilty: list[int] = []
+        for row, part in zip(rows, alone, strict=True):
+            with contextlib.suppress(RallyError):  # what is refused of a row alone is not what went wrong in the batch
+                if part.num_loss_tokens and not math.isfinite(loss(part, trained_positions(part))[0].sum().item()):
+                    guilty.append(row)
         return _name_rows(batch, guilty or rows)
 
     def _reduce_and_clip(self, max_norm: float, failure: Exception | None) -> float:

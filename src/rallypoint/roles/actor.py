@@ -181,8 +181,9 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return cls(placement.config, await placement.group("actor", ActorWorker, loss), loss)
 
     async def logprobs(self, batch: Sequences) -> Tensor:
-        """Return the log-probability of every trained token: [T] float32."""
-        return await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
+        """Return the log-probability of every trained token: [T] float32; NaN where it is not finite."""
+        found = await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
+        return found.masked_fill(found.isinf(), math.nan)  # the ratio to an infinite one could be clipped
 
     async def likeliest(self, batch: Sequences, num: int) -> Tensor:
         """Return what the policy might have said in place of every trained token: [T, 1 + 2 num] float32."""

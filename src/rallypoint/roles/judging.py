@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from rallypoint.algorithms import gap_metrics, kl_penalty
@@ -130,8 +129,8 @@ def _total(metrics: Metrics, name: str) -> Mean:
 def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     """Compare rollout_logprobs with old_logprobs, and measure the KL.
 
-    A batch without old_logprobs is compared by the update, in its first pass. Rows that were not judged, whose
-    old_logprobs are all NaN, stay out; the engine refuses to train on one.
+    A batch without old_logprobs is compared by the update, in its first pass. Tokens whose old_logprobs are not finite
+    stay out: all of a row that was not judged, or what a broken model said. The update leaves such rows out, or itself.
 
     Args:
         batch: any rows.
@@ -142,9 +141,7 @@ def check_judged(batch: JudgedBatch, checks: CheckConfig) -> Metrics:
     """
     if batch.old_logprobs is None:
         return Metrics()
-    is_known = (batch.loss_mask & ~batch.old_logprobs.isnan()).double()
-    judged = torch.zeros(len(batch), dtype=torch.float64).index_add_(0, batch.row_of_token, is_known) > 0
-    at = (batch.loss_mask & judged[batch.row_of_token]).nonzero().flatten()
+    at = (batch.loss_mask & batch.old_logprobs.isfinite()).nonzero().flatten()
     reference = None if batch.reference_logprobs is None else batch.reference_logprobs[at]
     metrics = compare(batch, at, batch.old_logprobs[at], reference)
     check_gap(metrics, checks)
@@ -179,7 +176,7 @@ def check_ratio(
     """Refuse to train if equal weights give different logprobs in two passes; return the difference.
 
     In float32 every token is checked. In bfloat16 a sound token may differ by a half, so the mean of all rows and the
-    share of outliers are checked. The engine refuses NaN.
+    share of outliers are checked. The engine leaves an update out whose numbers are not finite.
 
     Args:
         batch: any rows.
@@ -204,7 +201,7 @@ def check_ratio(
         )
     else:
         is_wrong, found = not largest <= tolerance, ""
-    if is_wrong and not bool(logprobs.isnan().any()):
+    if is_wrong and not bool(logprobs.isnan().any() or old_logprobs.isnan().any()):
         worst = int(error.argmax())
         row = int(batch.row_of_token[at[worst]])
         raise OffPolicyError(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from typing import cast
 
@@ -511,9 +512,29 @@ def test_where_other_terms_learn_from_them_rows_without_a_signal_are_computed(co
     assert metrics["actor/without_signal"] == 0.5
 
 
-def test_a_nan_among_the_recomputed_logprobs_is_refused_too(worker):
-    with pytest.raises((OffPolicyError, ArithmeticError)):
-        worker.train(cut(judged(worker, shift_at=7, by=float("nan"))), 1)
+def test_logprobs_that_are_infinite_are_nan_as_a_ratio_to_them_could_be_clipped_to_a_finite_one(worker):
+    class Broken(OneWorker):
+        async def kept(self, work):
+            (found,) = await super().kept(work)
+            found.values[found.values < 0] = -math.inf
+            return [found]
+
+    batch = judged(worker)
+    config = load_config("digits").config
+    actor = Actor(config, cast("WorkerGroup", Broken(worker)), actor_loss_of(config))
+    found = asyncio.run(actor.logprobs(batch))
+    assert torch.equal(found.isnan(), batch.loss_mask)
+
+
+def test_an_update_with_a_nan_among_the_recomputed_logprobs_is_left_out(context, spec):
+    said = []
+    worker = ActorWorker(dataclasses.replace(context, say=said.append), spec, actor_loss_of(spec.config))
+    before = {name: weight.clone() for name, weight in worker.engine.weights.items()}
+    batch = judged(worker, shift_at=7, by=float("nan"))
+    check_judged(batch, spec.config.checks)
+    assert worker.train(cut(batch), 1).scalars()["not_finite"] == 1
+    assert said[0].startswith("step 1: the loss is nan for prompt 4")
+    assert all(torch.equal(before[name], after) for name, after in worker.engine.weights.items())
 
 
 def test_later_mini_batches_may_have_other_ratios_and_do_not_enter_the_check(worker):
