@@ -207,6 +207,18 @@ class NotFiniteError(RallyError, ArithmeticError):
         self.is_of_update = is_of_update
 
 
+class DivergedError(NotFiniteError):
+    """Updates of several steps in a row were left out; the run may go on from before them once."""
+
+    def __init__(self, said: str, last: int) -> None:
+        super().__init__(said, last)
+        self.said, self.last = said, last
+        """The last step before them."""
+
+    def __str__(self) -> str:
+        return self.said
+
+
 class OwnLossError(NotFiniteError):
     """What a function of the user's said of a token is NaN or infinite."""
 

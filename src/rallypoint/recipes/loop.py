@@ -25,7 +25,7 @@ from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
 from rallypoint.environments.grader import Grader, open_grader
-from rallypoint.errors import WorkerDiedError, first_line
+from rallypoint.errors import DivergedError, WorkerDiedError, first_line
 from rallypoint.failpoints import arming
 from rallypoint.journal import NUMBERS_OF, InputsRead, Journal, RunEnded, Said
 from rallypoint.prepare.machine import pools_of
@@ -93,8 +93,7 @@ def train(
         began = began_of(beginning, folder)
         if beginning.first == config.trainer.num_steps:
             journal.tell(began)
-            done = f"all {beginning.first} steps are done; for more of them raise trainer.num_steps"
-            journal.tell(Said(text=done))
+            journal.tell(Said(text=f"all {beginning.first} steps are done; for more of them raise trainer.num_steps"))
             return True
         is_inline, num_steps = config.cluster.runtime == "inline", config.trainer.num_steps
         ranks = {role: config.num_ranks(role) for role in config.roles}
@@ -261,16 +260,19 @@ class _Roles:
                     await steps.saver.rescue()
                     return False
                 supervisor.lost(error)
+                last = None
+            except DivergedError as error:
+                last = supervisor.diverged(error)
             await self._end()
-            first, saved = await asyncio.to_thread(newest_state, self.folder, self.journal.say)
+            first, saved = await asyncio.to_thread(newest_state, self.folder, self.journal.say, last)
             self.journal.append(began_of(dataclasses.replace(self.beginning, first=first), self.folder))
 
     async def _begin(self, supervisor: Supervisor, saved: Path | None) -> Steps:
         self.journal.say("starting the roles", level="wait")
         config, material = self.beginning.config, self.material
-        rendezvous = rendezvous_of(config, self.runtime)
+        where = rendezvous_of(config, self.runtime)
         self._placement = Placement(
-            config, self.runtime, self.pools, material.model_path, self.shared, rendezvous, supervisor
+            config, self.runtime, self.pools, material.model_path, self.shared, where, supervisor
         )
         setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded)
         recipe = await page_of(config).create(setup)

@@ -44,11 +44,17 @@ _LAST_S, _AGAIN_S = 600.0, 5.0
 """Seconds that the end of a run waits for a disk, and from one try to the next."""
 
 
-def newest_state(folder: RunFolder, say: Callable[[str], None]) -> tuple[int, Path | None]:
+def newest_state(folder: RunFolder, say: Callable[[str], None], last: int | None = None) -> tuple[int, Path | None]:
     """Return the newest step that a run can be restored to, and where from; 0 and None if nothing whole was saved.
 
-    What is damaged is said, from this thread, and left out.
+    Args:
+        folder: of the run.
+        say: called, from this thread, with a line about what is damaged.
+        last: the last step to go back to: later checkpoints are set aside, and snapshots removed; None for any.
     """
+    if last is not None:
+        checkpoint.set_aside(folder.checkpoints, last)
+        shutil.rmtree(folder.snapshots, ignore_errors=True)
     found = [(checkpoint.newest_whole(each, say), each) for each in (folder.checkpoints, folder.snapshots)]
     step, where = max(found, key=lambda pair: pair[0])
     return step, where / checkpoint.checkpoint_name(step) if step else None

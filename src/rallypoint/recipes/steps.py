@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rallypoint import checkpoint
 from rallypoint.cluster import at_step
 from rallypoint.display import Progress
-from rallypoint.errors import NotFiniteError, RallyError
+from rallypoint.errors import DivergedError, RallyError
 from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rallypoint.recipes.endpoint import Endpoint
 
 _MOST_NOT_FINITE = 3
-"""Steps in a row of which an update may be left out; with as many the run ends."""
+"""Steps in a row of which an update may be left out; with as many the run goes back to a checkpoint, once."""
 _SAVING, _SHARE_OF_GRACE = 2.0, 0.1
 """Time of a grace period that is kept for saving: times of the newest checkpoint, but at least a share of it."""
 _NUM_SHOWN = 8
@@ -204,7 +204,7 @@ class Steps:
         """Say that an update was left out.
 
         Raises:
-            NotFiniteError: that has happened in several steps in a row.
+            DivergedError: that has happened in several steps in a row.
         """
         roles = [name.partition("/")[0] for name in self.newest if name.endswith(f"/{NOT_FINITE}")]
         self.num_not_finite = self.num_not_finite + 1 if roles else 0
@@ -214,9 +214,10 @@ class Steps:
         what = f"step {step}: a loss or gradient of the {' and the '.join(roles)} was not finite"
         self.journal.say(f"{what}; its update was left out (rally replay {path} --step {step} computes it again)")
         if self.num_not_finite == _MOST_NOT_FINITE:
-            raise NotFiniteError(
+            raise DivergedError(
                 f"{what}, for the {_MOST_NOT_FINITE}rd time in a row: lower {roles[0]}.optimizer.lr or its "
-                f"max_grad_norm, and go back with: rally train {path} --resume --from-step N"
+                f"max_grad_norm, and go back with: rally train {path} --resume --from-step N",
+                step - _MOST_NOT_FINITE,
             )
 
     def _log_agreement(self, step: int, scalars: dict[str, float]) -> None:

@@ -7,6 +7,8 @@ process that died or hung is made again. An error that a worker raised is the us
 |---|---|
 | a process whose node its owner took back, with notice | always |
 | any other | ten times an hour; twice in the same call, until a further step is done |
+
+It also decides whether a run goes back to a checkpoint after numbers that were not finite: once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rallypoint.errors import WorkerDiedError, first_line
+from rallypoint.errors import DivergedError, WorkerDiedError, first_line
 from rallypoint.journal import Entry, Journal, RoleLost, RolesRestarted, StepDone
 
 _MOST_AN_HOUR, _HOUR_S = 10, 3600.0
@@ -37,6 +39,7 @@ class Supervisor:
         self._noticed = collections.deque[float](maxlen=_MOST_AN_HOUR + 1)
         self._calls: collections.Counter[tuple[str, int, str]] = collections.Counter()
         self._away_since: float | None = None
+        self._has_gone_back = False
         self._step = 0
         journal.subscribe(self._hear)
 
@@ -69,6 +72,21 @@ class Supervisor:
         what = first_line(error).partition(": ")[0]  # the rest is in the event
         why = ", as its owner took it back" if error.is_preempted else ""
         self._journal.say(f"{what}{why}; it is started again")
+
+    def diverged(self, error: DivergedError) -> int:
+        """Return the step whose checkpoint, or the newest before it, the run goes on from.
+
+        Raises:
+            DivergedError: the given one, if the run has gone back before.
+        """
+        if self._has_gone_back:
+            raise error
+        self._has_gone_back = True
+        self._journal.say(
+            f"{first_line(error).partition(': lower ')[0]}; the run goes back to the newest checkpoint up to step "
+            f"{error.last}, once: what follows from data and weights alone comes again, and ends it then"
+        )
+        return error.last
 
     def restarted(self, processes: Mapping[str, Sequence[str]], first: int | None = None) -> None:
         """Record that what was lost is there again; nothing if nothing was.

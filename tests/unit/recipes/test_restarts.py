@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint import checkpoint
 from rallypoint.config import load_config
-from rallypoint.errors import WorkerDiedError
+from rallypoint.errors import DivergedError, WorkerDiedError
 from rallypoint.journal import Journal, RoleLost, RunBegan, Said, read_journal
 from rallypoint.recipes.loop import _Roles
 from rallypoint.run.folder import RunFolder
@@ -106,3 +106,24 @@ def test_a_restart_says_which_damaged_checkpoint_it_passes_over(roles, tmp_path)
         "step_000004/model.safetensors: expected 100 bytes, found 99" in one.text and one.text.endswith("passed over")
         for one in events(played, Said)
     )
+
+
+def test_steps_that_are_not_finite_go_back_before_them_once_and_end_the_run_the_second_time(roles, tmp_path):
+    folder = RunFolder(tmp_path)
+    for where, step in ((folder.checkpoints, 2), (folder.checkpoints, 4), (folder.snapshots, 5)):
+        with checkpoint.writing(where, step):
+            pass
+    again = DivergedError("step 6: a loss was not finite, for the 3rd time in a row: lower its lr", 3)
+    played = roles(DivergedError("step 6: a loss was not finite, for the 3rd time in a row: lower its lr", 3), again)
+    with pytest.raises(DivergedError) as raised:
+        asyncio.run(played.run())
+    assert raised.value is again
+    assert played.begun == [None, "step_000002"]
+    assert checkpoint.visible(folder.checkpoints) == [2], "later ones hold what was skipped"
+    assert (folder.checkpoints / "step_000004.aside").is_dir()
+    assert not folder.snapshots.exists()
+    said = [one.text for one in events(played, Said)]
+    assert said == [
+        "step 6: a loss was not finite, for the 3rd time in a row; the run goes back to the newest checkpoint up to "
+        "step 3, once: what follows from data and weights alone comes again, and ends it then"
+    ]
