@@ -2,9 +2,8 @@
 
     python benchmarks/staleness.py curves     # digits with max_staleness 0, 1 and 4, on a pool of one process each
     python benchmarks/staleness.py waits      # rewards that sleep for a lognormal time: measured beside simulated
-    python benchmarks/staleness.py works      # the same with more to compute, and fewer processes for rewards
 
-All take minutes, and use Ray. The last two measure once with max_staleness 0, and let the simulator say the rest.
+Both take minutes, and use Ray. The last one measures once with max_staleness 0, and lets the simulator say the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
 from rallypoint.run import read_metrics
 from rallypoint.run.folder import RunFolder, create_run
-from rallypoint.sampling.simulator import Measured, Setting, measured_outcome, read_steps, simulate
+from rallypoint.sampling.simulator import Measured, Simulation, measured_outcome, read_steps
 
 SPLIT = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling")
 SLEEPING = """\
@@ -48,11 +47,8 @@ class Case:
     """Of each batch, so that the trainer has to do."""
 
 
-# In `waits` no reward waits for a process, and nobody for a core. In `works` sampler and trainer need the same cores.
-CASES = {
-    "waits": Case(num_prompts=4, group_size=1, median_s=0.5, num_processes=20, num_epochs=8),
-    "works": Case(num_prompts=16, group_size=8, median_s=0.01, num_processes=4, num_epochs=1),
-}
+# No reward waits for a process, and nobody for a core.
+WAITS = Case(num_prompts=4, group_size=1, median_s=0.5, num_processes=20, num_epochs=8)
 
 
 def run(folder: Path, name: str, *overrides: str) -> RunFolder:
@@ -124,15 +120,12 @@ def idle(folder: Path, num_steps: int, values: list[int], case: Case) -> None:
             f"trainer.num_steps={num_steps}",
         )
         steps = read_steps(made.journal)
-        own = Measured.of(steps, max_calls=case.num_processes)
+        own = Measured(steps)
         in_turns = in_turns or own
-        setting = Setting(
-            num_prompts=case.num_prompts,
-            max_staleness=staleness,
-            num_steps=num_steps,
-            num_warmup_steps=NUM_WARMUP_STEPS,
-        )
-        found = [measured_outcome(steps[NUM_WARMUP_STEPS:]), simulate(in_turns, setting), simulate(own, setting)]
+        found = [measured_outcome(steps[NUM_WARMUP_STEPS:])]
+        for times in (in_turns, own):
+            setting = {"num_prompts": case.num_prompts, "max_staleness": staleness, "num_steps": num_steps}
+            found.append(Simulation(times, **setting).run(NUM_WARMUP_STEPS))
         cells = [f"{one.step_s:.2f}" for one in found] + [f"{one.actor_idle:.1%}" for one in found]
         cells += [f"{one.rollout_idle:.1%}" for one in found[:2]]
         print(f"| {staleness} | " + " | ".join(cells) + " |", flush=True)
@@ -141,7 +134,7 @@ def idle(folder: Path, num_steps: int, values: list[int], case: Case) -> None:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", *CASES))
+    parser.add_argument("what", choices=("curves", "waits"))
     parser.add_argument("--num-steps", type=int, default=60)
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 4])
     parser.add_argument("--runs-dir", type=Path, help="keeps the runs; without it they are removed")
@@ -154,7 +147,7 @@ def main() -> None:
             if given.picture is not None:
                 draw(runs_dir, given.max_staleness, given.picture)
         else:
-            idle(runs_dir, given.num_steps, given.max_staleness, CASES[given.what])
+            idle(runs_dir, given.num_steps, given.max_staleness, WAITS)
 
 
 if __name__ == "__main__":

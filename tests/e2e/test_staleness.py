@@ -187,8 +187,6 @@ def test_a_run_says_what_other_settings_would_give(runs, capsys):
     print_simulation(str(run.path), [0, 1], [1, 9], 20)
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("note:")]
     assert lines[0].startswith("times of 4 steps in ")
-    assert [line.split()[:4] for line in lines[2:]] == [["0", "1", "1", "1"]] * 2 + [
-        ["1", window, "1", "1"] for window in ("1", "9")
-    ]
+    assert [line.split()[:2] for line in lines[2:]] == [["0", "1"]] * 2 + [["1", window] for window in ("1", "9")]
     assert lines[2].endswith("measured")
     assert lines[3].endswith("0.0 to 0")

@@ -146,7 +146,7 @@ def simulate(
     ] = None,
     num_steps: Annotated[int, typer.Option(min=2, max=10_000, help="Steps to simulate.")] = 100,
 ) -> None:
-    """Estimate from a run's timings what sampling ahead, or another split of the machine, would gain."""
+    """Estimate from a run's timings what sampling ahead would gain."""
     from rallypoint.cli.simulate import print_simulation
 
     print_simulation(recipe, max_staleness or [0, 1, 2, 4], window or [1], num_steps)

@@ -99,13 +99,11 @@ def pool_of_its_own(config: RunConfig) -> dict[str, object]:
     return first
 
 
-def could_split(config: RunConfig, num_rollout: int, num_actor: int) -> bool:
-    """Whether rollout and actor could have pools of so many processes, by the meshes of the roles on them."""
-    own = config.roles["rollout"].pool
-    own = _free_name(config) if own == config.actor.placement.pool else own
-    pools = {**config.cluster.pools, config.actor.placement.pool: (num_actor,), own: (num_rollout,)}
-    changes = {"cluster.pools": pools, "rollout.placement.pool": own, "rollout.placement.num_ranks": None}
-    return is_placeable(config, changes)
+def with_pool_of_its_own(config: RunConfig) -> RunConfig:
+    """Return the config with these keys; itself if its rollout role has such a pool."""
+    pool = config.roles["rollout"].pool
+    is_shared = any(role != "rollout" and placement.pool == pool for role, placement in config.roles.items())
+    return _changed(config, pool_of_its_own(config)) if is_shared else config
 
 
 def is_placeable(config: RunConfig, changes: Mapping[str, object]) -> bool:

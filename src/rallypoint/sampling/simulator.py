@@ -1,18 +1,18 @@
-"""What another staleness, window or split of the machine would give, by the times in a run's journal.
+"""What another staleness or window would give, by the times in a run's journal.
 
 Owns: what is read off the journal, and a model of a run in few rules. Must not know: texts for people. What decides
 which groups are sampled and taken is not a model, but `Groups` itself. The rules:
 
-- a rank takes a + b * rows seconds for a token of all its rows, where a and b are fitted to the times of the groups;
-  more rows than fit into its batch take turns;
-- a reward function takes as long as it did for each rollout, and has as many calls at once as processes;
+- groups are spread evenly over the ranks, and a rank takes a + b * rows seconds for a token of all its rows, where a
+  and b are fitted to the times of the groups; more rows than fit into its batch take turns;
+- a group is scored as long after its last token as it was, whatever else is scored then;
 - in turns, a group is admitted as long after the request for its batch as it was: it may have replaced another one;
 - a batch is there as long after its last score as it was: a reward model scores whole batches;
 - the trainer takes as long as it did, from a batch to the next weights, and then to the next request for a batch;
-- published weights wait for the end of the time slice in which ranks sample, half a slice on average;
-- more ranks are faster in proportion.
+- published weights wait for the end of the time slice in which ranks sample, half a slice on average.
 
-A run in turns cannot tell how much slower sampler and trainer are when both work at once, on the same cores.
+A run in turns cannot tell how much slower sampler and trainer are when both work at once, on the same cores, nor how
+much longer rewards take when more of them are computed at once.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from rallypoint.journal import BatchTaken, GroupScored, RunBegan, read_journal
+from rallypoint.journal import BatchTaken, GroupScored, RolesRestarted, RunBegan, read_journal
 from rallypoint.roles.rank_engine import SLICE_S
 from rallypoint.sampling.groups import Groups
 
-_NO_ROWS, _NO_TIME = 1e-6, 1e-9
+_NO_TIME, _ALIKE = 1e-9, 0.1
+_Array: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,360 +41,198 @@ class Step:
     """The batch of a step and its groups."""
 
     batch: BatchTaken
-    groups: tuple[GroupScored, ...]
-
-    @property
-    def last_s(self) -> float:
-        """Time of the last of the request for the batch and its scores."""
-        return max([self.batch.asked_s, *(group.scored_s for group in self.groups)])
+    groups: Sequence[GroupScored]
 
 
 def read_steps(journal: Path) -> list[Step]:
-    """Return the steps that count, from the file of a run's journal.
+    """Return the steps of a run's longest part between starts and losses of processes, from the file of its journal.
 
     Raises:
         RunFolderError: it is damaged.
     """
-    steps, groups = dict[int, Step](), dict[int, GroupScored]()
+    parts, groups = [list[Step]()], dict[int, GroupScored]()
     for entry in read_journal(journal):
         match entry.event:
-            case RunBegan(first=first):
-                steps = {number: step for number, step in steps.items() if number <= first}
+            case RunBegan() | RolesRestarted():
+                parts.append([])
             case GroupScored(validation=None) as group:
                 groups[group.prompt] = group
             case BatchTaken() as batch:
-                steps[batch.step] = Step(batch, tuple(groups.pop(prompt) for prompt in batch.prompts))
-            case _:
-                pass
-    return [*steps.values()]
+                parts[-1].append(Step(batch, [groups.pop(prompt) for prompt in batch.prompts]))
+    return max(parts, key=len)
 
 
-def starts_of(steps: Sequence[Step]) -> list[list[Step]]:
-    """Split steps where the run was started again: its clock begins anew."""
-    starts: list[list[Step]] = []
-    for step in steps:
-        before = starts[-1][-1].batch if starts else None
-        if before is None or step.batch.step != before.step + 1 or step.batch.loaded_s < before.taken_s:
-            starts.append([])
-        starts[-1].append(step)
-    return starts
+def settled(steps: Sequence[Step]) -> Sequence[Step]:
+    """Leave out the first steps, a quarter of them and five at most: processes start in them."""
+    return steps[min(5, len(steps) // 4) :]
 
 
-def settled(steps: Sequence[Step]) -> list[Step]:
-    """Leave out the first steps of each start, a quarter of them and five at most: processes start in them."""
-    return [step for start in starts_of(steps) for step in start[min(5, len(start) // 4) :]]
-
-
-def _lengths(group: GroupScored) -> Sequence[int]:
-    """Return the sampled tokens of each rollout."""
+def _longest_and_rows(group: GroupScored) -> tuple[float, float]:
+    """Return the tokens of a group's longest rollout, and how many rollouts were sampled at once, on average."""
     lengths: dict[int, int] = collections.Counter()
     for sample, _, spans, _ in group.turns:
         lengths[sample] += sum(length for _, length in spans)
-    return [*lengths.values()] or [0]
-
-
-def _rows(group: GroupScored) -> float:
-    """Return how many of a group's rollouts were sampled at once, on average."""
-    return sum(lengths := _lengths(group)) / max(1, *lengths)
-
-
-def _over(groups: Sequence[GroupScored], rate: Callable[[float], float]) -> npt.NDArray[np.float64]:
-    """Integrate a rate that depends on the rows which a rank samples, while it samples each group.
-
-    The first and the second have two rows each on rank 0, the second for 2 s of the first's 4:
-
-    >>> def group(rank, begin, end):
-    ...     return GroupScored(prompt=0, rank=rank, admitted_s=begin, sampled_s=end, scored_s=end,
-    ...                        turns=[(sample, 0, [(0, 10)], "") for sample in range(2)])
-    >>> _over([group(0, 0.0, 4.0), group(0, 0.0, 2.0), group(1, 0.0, 4.0)], lambda rows: rows)
-    array([12.,  8.,  8.])
-    """
-    ranks = np.array([group.rank for group in groups])
-    spans = np.array([(group.admitted_s, group.sampled_s) for group in groups])
-    rows, found = np.array([*map(_rows, groups)]), np.zeros(len(groups))
-    for mine in (ranks == rank for rank in np.unique(ranks)):
-        order = np.argsort(times := spans[mine].T.ravel(), kind="stable")
-        beside = np.cumsum(np.concatenate([rows[mine], -rows[mine]])[order])[:-1]
-        rates = [rate(float(each)) if each > _NO_ROWS else 0.0 for each in beside]
-        total = np.concatenate([[0.0], np.cumsum(rates * np.diff(times[order]))])
-        found[mine] = np.diff(np.interp(spans[mine], times[order], total)).ravel()
-    return found
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Seconds of a rank for a token of each of its rows."""
-
-    step_s: float = 0.0
-    """a: whatever the rows."""
-    row_s: float = 0.0
-    """b: for each row."""
-    max_rows: int | None = None
-    """Rows that fit into a batch; None for any number."""
-
-    def token_s(self, rows: float) -> float:
-        """Return the seconds until each of these rows has another token.
-
-        >>> Speed(step_s=1.0, row_s=0.5, max_rows=4).token_s(2), Speed(step_s=1.0, row_s=0.5, max_rows=4).token_s(8)
-        (2.0, 6.0)
-        """
-        return max(_NO_TIME, self.step_s * self._turns(rows) + self.row_s * rows)
-
-    def _turns(self, rows: float) -> float:
-        return max(1.0, rows / (self.max_rows or math.inf))
-
-    @classmethod
-    def fitted(cls, groups: Sequence[GroupScored], max_rows: int | None) -> Self:
-        """Fit it by least squares; if all groups had as many others beside them, rows share the rank evenly."""
-        speed = cls(row_s=1.0, max_rows=max_rows)
-        for _ in range(5):  # how many tokens were sampled beside how many rows depends on the speed
-            speed = speed._nearer(groups)
-        return speed
-
-    def _nearer(self, groups: Sequence[GroupScored]) -> Self:
-        longest = np.array([max(_lengths(group)) for group in groups])
-        share = longest / np.maximum(_NO_TIME, _over(groups, lambda rows: 1 / self.token_s(rows)))
-        steps = share * _over(groups, lambda rows: self._turns(rows) / self.token_s(rows))
-        others = share * _over(groups, lambda rows: rows / self.token_s(rows))
-        took = np.array([group.sampled_s - group.admitted_s for group in groups])
-        aa, ab, bb = float(steps @ steps), float(steps @ others), float(others @ others)
-        at, bt = float(steps @ took), float(others @ took)
-        left, step_s, row_s = aa * bb - ab * ab, bb * at - ab * bt, aa * bt - ab * at
-        if left <= 0.01 * aa * bb or step_s <= 0:
-            return dataclasses.replace(self, step_s=0.0, row_s=bt / (bb or 1.0))
-        fit = (step_s / left, row_s / left) if row_s > 0 else (at / aa, 0.0)
-        return dataclasses.replace(self, step_s=fit[0], row_s=fit[1])
-
-
-class Servers:
-    """Reward functions at work: a number of calls at once, first come first served."""
-
-    def __init__(self, most: int | None) -> None:
-        """Begin with all free; None for as many as there are calls."""
-        self._most, self._free = most, [0.0] * (most or 0)
-
-    def call(self, arrival: float, num_calls: int, call_s: float) -> float:
-        """Return when the last of some calls ends that arrive together.
-
-        >>> servers = Servers(2)
-        >>> servers.call(0.0, 3, 1.0), servers.call(0.0, 1, 1.0), servers.call(5.0, 1, 1.0)
-        (2.0, 2.0, 6.0)
-        """
-        if self._most is None:
-            return arrival + call_s
-        ends = [arrival]
-        for _ in range(num_calls):
-            ends.append(max(arrival, self._free[0]) + call_s)
-            heapq.heapreplace(self._free, ends[-1])
-        return max(ends)
-
-    def length(self, arrival: float, num_calls: int, end: float) -> float:
-        """Return how long each of some calls took by the end of the last, if all take as long."""
-        if self._most is None or not num_calls:
-            return end - arrival
-        first = max(arrival, heapq.nsmallest(num_calls, self._free)[-1])
-        return max(0.0, end - first) / -(-num_calls // self._most)
+    longest = max(_NO_TIME, *lengths.values())
+    return longest, sum(lengths.values()) / longest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GroupWork:
-    """What there is to do for a group."""
+class Speed:
+    """Seconds of a rank for a token of each of its rows."""
 
-    num_tokens: float
-    """Tokens of its longest rollout; more where it took longer than its tokens say."""
-    num_rows: float
-    """Rollouts that are sampled at once, on average."""
-    num_calls: int = 1
-    """Number of calls of the reward function."""
-    call_s: float = 0.0
-    late_s: float = 0.0
-    """Seconds from the request for its batch to its admission, where the run took turns: others came before it."""
+    step_s: float
+    """a: whatever the rows."""
+    row_s: float
+    """b: for each row."""
+    max_rows: float = math.inf
+    """Rows that fit into a batch."""
+
+    def token_s(self, rows: float | _Array) -> _Array:
+        """Return the seconds until each of these rows has another token.
+
+        >>> [float(Speed(1.0, 0.5, max_rows=4).token_s(rows)) for rows in (2, 8)]
+        [2.0, 6.0]
+        """
+        return np.maximum(_NO_TIME, self.step_s * np.maximum(1.0, rows / self.max_rows) + self.row_s * rows)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run has measured of its groups and steps, in seconds."""
+    """What a run has measured of its ranks and groups."""
 
-    groups: tuple[GroupWork, ...]
-    """In the order of prompts."""
-    speed: Speed
-    train_s: tuple[float, ...]
-    """For each step: from its batch to the next weights."""
-    between_s: tuple[float, ...]
-    """For each step: from its weights to the request for a batch; validation and saving happen there."""
-    after_s: tuple[float, ...] = (0.0,)
-    """For each step: from the request and its last score to its batch; a reward model scores there."""
-    max_calls: int | None = None
-    """Calls of the reward function at once; None for any number."""
-    slice_s: float = 0.0
-    """Seconds that weights wait at most while ranks sample; 0 if they are in `train_s`."""
-    busy: float = 1.0
-    """Share of a group's time in which its rank samples; the rest is the way of requests and answers."""
+    def __init__(self, steps: Sequence[Step], max_rows: float = math.inf) -> None:
+        """Read it off at least two steps of one start; `max_rows` is that of `Speed`."""
+        self.steps, groups = steps, [group for step in steps for group in step.groups]
+        self._spans = np.array([(group.admitted_s, group.sampled_s) for group in groups])
+        self._longest, self.rows = np.array([*map(_longest_and_rows, groups)]).T
+        """Of each group: tokens of its longest rollout, and rollouts that are sampled at once, on average."""
+        order = np.argsort(times := self._spans.T.ravel(), kind="stable")
+        self._times, each_one = times[order], np.ones(len(groups))
+        num_rows, num = (np.cumsum(np.concatenate([more, -more])[order])[:-1] for more in (self.rows, each_one))
+        num_busy = np.minimum(num, len(steps[0].batch.busy_s))
+        self._beside: _Array = num_rows / np.maximum(1, num_busy)
+        """Rows of each rank that samples, from each time at which a group begins or ends to the next."""
+        sampled_s = max(_NO_TIME, float(num_busy @ np.diff(self._times)))
+        self.busy = min(1.0, sum(sum(step.batch.busy_s) for step in steps) / sampled_s)
+        """Share of a group's time in which its rank samples; the rest is the way of requests and answers."""
+        self.speed = Speed(0.0, 1.0, max_rows)
+        for _ in range(5):  # how many tokens were sampled beside how many rows depends on the speed
+            self.speed = self._fitted()
+        self.tokens = self.over(1 / self.speed.token_s(self._beside)).tolist()
+        """Of each group: those of its longest rollout; more where it took longer than its tokens say."""
 
-    @classmethod
-    def of(cls, steps: Sequence[Step], *, max_rows: int | None = None, max_calls: int | None = None) -> Self:
-        """Read it off at least two steps of a run; `max_rows` is that of `Speed`."""
-        starts = starts_of(steps)
-        groups_of = [[group for step in start for group in step.groups] for start in starts]
-        speed = Speed.fitted(max(groups_of, key=len), max_rows)
-        late_s = {group.prompt: group.admitted_s - step.batch.asked_s for step in steps for group in step.groups}
-        in_turns = min(late_s.values(), default=0.0) >= 0.0
-        works = dict[int, GroupWork]()
-        for groups in groups_of:
-            servers, tokens = Servers(max_calls), _over(groups, lambda rows: 1 / speed.token_s(rows))
-            for group, num_tokens in sorted(zip(groups, tokens, strict=True), key=lambda pair: pair[0].sampled_s):
-                arrives = group.sampled_s, len(_lengths(group))
-                call_s = servers.length(*arrives, group.scored_s)
-                servers.call(*arrives, call_s)
-                late = late_s[group.prompt] * in_turns
-                works[group.prompt] = GroupWork(float(num_tokens), _rows(group), arrives[1], call_s, late)
-        sampled = sum(float(_over(groups, lambda rows: 1 / rows) @ [*map(_rows, groups)]) for groups in groups_of)
-        pairs = itertools.chain.from_iterable(map(itertools.pairwise, starts))
-        return cls(
-            groups=tuple(works[prompt] for prompt in sorted(works)),
-            speed=speed,
-            train_s=tuple(two.batch.loaded_s - one.batch.taken_s for one, two in pairs),
-            between_s=tuple(step.batch.asked_s - step.batch.loaded_s for step in steps),
-            after_s=tuple(max(0.0, step.batch.taken_s - step.last_s) for step in steps),
-            max_calls=max_calls,
-            slice_s=SLICE_S if in_turns else 0.0,
-            busy=min(1.0, sum(sum(step.batch.busy_s) for step in steps) / max(_NO_TIME, sampled)),
-        )
+    def over(self, rate: _Array) -> _Array:
+        """Integrate a rate, given from each time to the next, over the seconds of each group."""
+        total = np.cumsum([0.0, *(rate * np.diff(self._times))])
+        return np.diff(np.interp(self._spans, self._times, total)).ravel()
+
+    def _fitted(self) -> Speed:
+        """Fit it by least squares; if all groups had as many others beside them, rows share a rank evenly."""
+        each, took_s = 1 / self.speed.token_s(self._beside), np.diff(self._spans).ravel()
+        rows = self.over(self._beside * each) / np.maximum(_NO_TIME, self.over(each))  # beside its mean token
+        differ = rows.std() > _ALIKE * rows.mean()
+        row_s, step_s = np.polyfit(rows, took_s / self._longest, 1, w=self._longest) if differ else (0.0, -1.0)
+        if step_s < 0:
+            row_s, step_s = took_s.sum() / (self._longest @ rows), 0.0
+        elif row_s < 0:
+            row_s, step_s = 0.0, took_s.sum() / self._longest.sum()
+        return dataclasses.replace(self.speed, step_s=float(step_s), row_s=float(row_s))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a run would be like."""
-
-    num_prompts: int
-    max_staleness: int = 0
-    window: int = 1
-    num_ranks: int = 1
-    train_speed: float = 1.0
-    """Speed of the trainer, relative to what was measured."""
-    num_steps: int = 100
-    num_warmup_steps: int = 0
-    """Steps at the beginning that do not count; nor does what comes before the first batch after them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """Seconds of a step, and shares of the time in which ranks sample nothing and the trainer waits for a batch."""
 
     step_s: float
     rollout_idle: float
     actor_idle: float
-    staleness_mean: float = 0.0
-    """Mean staleness of groups, by the weights that were loaded when they were admitted."""
-    staleness_max: int = 0
+    ages: Sequence[int] = (0,)
+    """Staleness of each group, by the weights that were loaded when it was admitted."""
 
 
 def measured_outcome(steps: Sequence[Step]) -> Outcome:
     """Return what a run took from its first batch to its last, without its staleness, which its metrics have."""
-    starts = [[step.batch for step in start] for start in starts_of(steps)]
-    counted = [batch for start in starts for batch in start[1:]]
-    total = max(_NO_TIME, sum(start[-1].taken_s - start[0].taken_s for start in starts))
-    busy = sum(sum(batch.busy_s) for batch in counted)
-    return Outcome(
-        step_s=total / max(1, len(counted)),
-        rollout_idle=max(0.0, 1 - busy / (total * len(starts[0][0].busy_s))),
-        actor_idle=sum(batch.taken_s - batch.asked_s for batch in counted) / total,
-    )
+    first, *batches = (step.batch for step in steps)
+    total = max(_NO_TIME, batches[-1].taken_s - first.taken_s)
+    idle = 1 - sum(sum(batch.busy_s) for batch in batches) / (total * len(first.busy_s))
+    waited = sum(batch.taken_s - batch.asked_s for batch in batches)
+    return Outcome(total / len(batches), max(0.0, idle), waited / total)
 
 
-def simulate(measured: Measured, setting: Setting) -> Outcome:
-    """Run a setting with the measured times, again and again if they are of fewer groups or steps."""
-    return _Run(measured, setting).run()
+class Simulation:
+    """A run with the measured times, again and again if they are of fewer groups or steps."""
 
-
-class _Run:
-    def __init__(self, measured: Measured, setting: Setting) -> None:
-        self._measured, self._setting = measured, setting
-        self._groups = Groups(num_prompts=setting.num_prompts, max_staleness=setting.max_staleness,
-                              window=setting.window, limit=setting.num_steps * setting.num_prompts)  # fmt: skip
-        self._now = self._busy = self._waited = 0.0
-        self._ranks: list[dict[int, float]] = [{} for _ in range(setting.num_ranks)]
-        """Groups that each rank samples, and the tokens that are left of their longest rollouts."""
-        self._events: list[tuple[float, int, int]] = []
-        """A heap of times, groups, and the rank that a group is given to then; -1 if it is scored."""
-        self._servers = Servers(measured.max_calls)
-        self._versions, self._complete, self._ages = dict[int, int](), set[int](), list[int]()
-
-    def run(self) -> Outcome:
-        """Return what the setting would take."""
-        setting, times = self._setting, self._measured
-        began, each_s = 0.0, (times.between_s, times.after_s, times.train_s)
-        for step in range(setting.num_steps):
-            between_s, after_s, train_s = (seconds[step % len(seconds)] for seconds in each_s)
-            self._groups.loaded(step)
-            if setting.max_staleness:
-                self._admit(step)
-            self._until(self._now + between_s)
-            if not setting.max_staleness:
-                self._admit(step)
-            asked = self._now
-            while (taken := self._groups.next()) is None or not self._complete.issuperset(taken):
-                self._until(self._next_event())
-            self._until(self._now + after_s / setting.train_speed)
-            self._waited += self._now - asked
-            self._ages += [step - self._versions[index] for index in taken]
-            self._groups.take({index: self._versions[index] for index in taken})
-            if step == setting.num_warmup_steps:
-                began, self._busy, self._waited, self._ages = self._now, 0.0, 0.0, []
-            if step + 1 < setting.num_steps:
-                self._until(self._now + train_s / setting.train_speed)
-                self._until(self._now + (times.slice_s / 2 if any(self._ranks) else 0.0))
-        total = max(_NO_TIME, self._now - began)
-        return Outcome(
-            step_s=total / (setting.num_steps - setting.num_warmup_steps - 1),
-            rollout_idle=1 - times.busy * self._busy / (total * setting.num_ranks),
-            actor_idle=self._waited / total,
-            staleness_mean=sum(self._ages) / len(self._ages),
-            staleness_max=max(self._ages),
+    def __init__(self, measured: Measured, *, num_prompts: int, max_staleness: int = 0, window: int = 1,
+                 num_ranks: int = 1, train_speed: float = 1.0, num_steps: int = 100) -> None:  # fmt: skip
+        """Begin; `train_speed` is that of the trainer, relative to what was measured."""
+        self._measured, self._num_steps, self._num_ranks, self._train_speed = (
+            measured,
+            num_steps,
+            num_ranks,
+            train_speed,
         )
+        self._groups = Groups(num_prompts=num_prompts, max_staleness=max_staleness, window=window,
+                              limit=num_steps * num_prompts)  # fmt: skip
+        late_s = [group.admitted_s - step.batch.asked_s for step in measured.steps for group in step.groups]
+        self._score_s = [group.scored_s - group.sampled_s for step in measured.steps for group in step.groups]
+        self._ahead, self._slice_s = max_staleness > 0, SLICE_S if min(late_s) >= 0 else 0.0
+        self._late_s = [0.0 if self._ahead else max(0.0, late) for late in late_s]
+        self._now = self._busy = self._tokens = 0.0
+        self._ends, self._versions = dict[int, float](), dict[int, int]()
+        """Groups that are sampled, and the token at which each ends; versions at the admission of all."""
+        self._timed: list[tuple[float, int, bool]] = []
+        """A heap of groups that are scored, or not yet sampled, and when that ends."""
 
-    def _work(self, index: int) -> GroupWork:
-        return self._measured.groups[index % len(self._measured.groups)]
+    def run(self, num_warmup_steps: int = 0) -> Outcome:
+        """Return what it takes from the first batch after steps that do not count to the last one."""
+        steps, began, waited, ages = self._measured.steps, 0.0, 0.0, list[int]()
+        for number in range(self._num_steps):
+            one, two = steps[place := number % (len(steps) - 1)], steps[place + 1]
+            self._groups.loaded(number)
+            between_s, last_s = one.batch.asked_s - one.batch.loaded_s, max(group.scored_s for group in one.groups)
+            self._pass(0.0 if self._ahead else between_s)
+            for index in self._groups.admit():
+                self._versions[index] = number
+                heapq.heappush(self._timed, (self._now + self._late_s[index % len(self._late_s)], index, False))
+            self._pass(between_s if self._ahead else 0.0)
+            asked = self._now
+            while (taken := self._groups.next()) is None or not all(map(self._groups.is_complete, taken)):
+                self._happens(math.inf)
+            self._pass((one.batch.taken_s - max(last_s, one.batch.asked_s)) / self._train_speed)
+            waited += self._now - asked
+            ages += [number - self._versions[index] for index in taken]
+            self._groups.take({index: self._versions[index] for index in taken})
+            if number == num_warmup_steps:
+                began, self._busy, waited, ages = self._now, 0.0, 0.0, []
+            if number + 1 < self._num_steps:
+                self._pass((two.batch.loaded_s - one.batch.taken_s) / self._train_speed)
+                self._pass(self._slice_s / 2 if self._ends else 0.0)  # weights wait for the slice's end
+        total = max(_NO_TIME, self._now - began)
+        idle = 1 - self._measured.busy * self._busy / (total * self._num_ranks)
+        return Outcome(total / (self._num_steps - num_warmup_steps - 1), idle, waited / total, ages)
 
-    def _token_s(self, rank: Mapping[int, float]) -> float:
-        return self._measured.speed.token_s(sum(self._work(index).num_rows for index in rank))
+    def _pass(self, seconds: float) -> None:
+        """Let everything happen that does in a finite time."""
+        end = self._now + seconds
+        while self._happens(end):
+            pass
 
-    def _admit(self, version: int) -> None:
-        admitted, num_prompts = self._groups.admit(), self._setting.num_prompts
-        for number, index in enumerate(admitted):
-            place, size = number % num_prompts, min(num_prompts, len(admitted) - number // num_prompts * num_prompts)
-            rank = (self._setting.num_ranks * (place + 1) - 1) // size
-            late_s = 0.0 if self._setting.max_staleness else self._work(index).late_s
-            heapq.heappush(self._events, (self._now + late_s, index, rank))
-            self._versions[index] = version
-        self._advance(self._now)
-
-    def _next_event(self) -> float:
-        """Return when the next group is admitted, sampled or scored; infinity if there is none."""
-        ends = [self._now + min(rank.values()) * self._token_s(rank) for rank in self._ranks if rank]
-        return min([*ends, *(time for time, *_ in self._events[:1])], default=math.inf)
-
-    def _until(self, time: float) -> None:
-        """Let everything happen that does until then; a finite time."""
-        while (event := self._next_event()) <= time:
-            self._advance(event)
-        self._advance(time)
-
-    def _advance(self, time: float) -> None:
-        passed, self._now = time - self._now, time
-        for rank in self._ranks:
-            token_s = self._token_s(rank)
-            self._busy += passed if rank else 0.0
-            for index in rank:
-                rank[index] -= passed / token_s
-            for index in [index for index, left in rank.items() if left * token_s <= _NO_TIME]:
-                del rank[index]
-                work = self._work(index)
-                heapq.heappush(self._events, (self._servers.call(time, work.num_calls, work.call_s), index, -1))
-        while self._events and self._events[0][0] <= time:
-            _, index, rank = heapq.heappop(self._events)
-            if rank < 0:
-                self._complete.add(index)
+    def _happens(self, end: float) -> bool:
+        """Go on to the next event of a group, or to the end; return whether there was one until then."""
+        busy, num = min(len(self._ends), self._num_ranks), len(self._score_s)
+        rows = sum(self._measured.rows[index % num] for index in self._ends)
+        token_s = float(self._measured.speed.token_s(rows / max(1, busy)))
+        left, first = min(((at - self._tokens, index) for index, at in self._ends.items()), default=(math.inf, -1))
+        sampled_s, timed_s = self._now + max(0.0, left) * token_s, min(self._timed, default=(math.inf,))[0]
+        now = min(end, sampled_s, timed_s)
+        passed, self._now = now - self._now, now
+        self._tokens, self._busy = self._tokens + passed / token_s, self._busy + busy * passed
+        if now == sampled_s:
+            del self._ends[first]
+            heapq.heappush(self._timed, (now + self._score_s[first % num], first, True))
+        elif now == timed_s:
+            _, index, is_scored = heapq.heappop(self._timed)
+            if is_scored:
                 self._groups.complete(index)
             else:
-                self._ranks[rank][index] = max(_NO_TIME, self._work(index).num_tokens)
+                self._ends[index] = self._tokens + self._measured.tokens[index % num]
+        return now in (sampled_s, timed_s)

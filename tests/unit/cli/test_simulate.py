@@ -44,52 +44,46 @@ def table(tmp_path, capsys):
 
 
 def rows(lines):
-    """Return (S, window, rollout ranks, actor ranks) -> (seconds, speed) of the simulated rows, in order."""
+    """Return (S, window) -> (seconds, speed) of the simulated rows, in order."""
     cells = [line.split() for line in lines[3:] if not line.startswith("note:")]
-    return {tuple(map(int, cell[:4])): (float(cell[4]), float(cell[6])) for cell in cells}
+    return {tuple(map(int, cell[:2])): (float(cell[2]), float(cell[4])) for cell in cells}
 
 
-def test_ahead_of_a_trainer_that_shares_its_processes_they_are_divided_and_train_that_much_slower(table):
+def test_ahead_of_a_trainer_that_shares_its_processes_rollout_gets_a_pool_as_the_error_suggests(table):
     lines = table(times(12, 4), "cluster.pools={main: [4]}", "cluster.runtime=ray")
     found = rows(lines)
-    assert list(found) == [(0, 1, 4, 4), (1, 1, 1, 3), (1, 1, 2, 2), (1, 1, 3, 1)]
-    assert found[0, 1, 4, 4] == pytest.approx((4.0, 1.0), abs=0.05)
-    assert found[1, 1, 1, 3] == pytest.approx((8.0, 0.5), abs=0.3)  # one rank samples all four groups
-    assert found[1, 1, 2, 2] == pytest.approx((4.0, 1.0), abs=0.2)
-    assert found[1, 1, 3, 1] == pytest.approx((8.0, 0.5), abs=0.3)  # and one trains what four did
-    assert lines[-1].startswith("note: above S = 0 the processes of pool 'main' are divided between rollout and actor")
-
-
-def test_only_divisions_that_a_config_could_have_are_simulated(table):
-    lines = table(times(12, 4), "cluster.pools={main: [4]}", "cluster.runtime=ray", "actor.mesh.sp=2")
-    assert list(rows(lines)) == [(0, 1, 4, 4), (1, 1, 2, 2)]
+    assert list(found) == [(0, 1), (1, 1)]
+    assert found[0, 1] == pytest.approx((4.0, 1.0), abs=0.05)
+    assert found[1, 1] == pytest.approx((4.0, 1.0), abs=0.2)  # two ranks sample four groups, and two train
+    assert lines[-1] == (
+        "note: rows above S = 0 have the pool for rollout alone that they need: cluster.pools={'main': [2], "
+        "'sampling': [2]}"
+    )
 
 
 def test_one_process_that_samples_and_trains_needs_another_one(table):
     lines = table(times(12, 1), "cluster.pools={main: [1]}")
-    assert list(rows(lines)) == [(0, 1, 1, 1)]
-    assert "sampling ahead needs one more, a second process for rollout alone" in lines[-1]
+    found = rows(lines)
+    assert found[0, 1] == pytest.approx((4.0, 1.0), abs=0.05)
+    assert found[1, 1] == pytest.approx((2.0, 2.0), abs=0.1)
+    assert "cluster.pools={'main': [1], 'sampling': [1]}" in lines[-1]
 
 
-def test_speed_is_relative_to_turns_at_the_runs_own_split_which_come_first_whatever_is_asked_for(table):
+def test_speed_is_relative_to_turns_which_come_first_whatever_is_asked_for(table):
     apart = ("cluster.pools={main: [1], sampling: [2]}", "rollout.placement.pool=sampling", "cluster.runtime=ray")
     lines = table(times(12, 2), *apart, staleness=(1,))
-    assert lines[2].split()[:5] == ["0", "1", "2", "1", "4.00"]
+    assert lines[2].split()[:3] == ["0", "1", "4.00"]
     assert lines[2].endswith("measured")
     found = rows(lines)
-    assert list(found) == [(0, 1, 2, 1), (1, 1, 1, 2), (1, 1, 2, 1)]
-    assert found[0, 1, 2, 1] == pytest.approx((4.0, 1.0), abs=0.05)
-    assert found[1, 1, 2, 1] == pytest.approx((2.0, 2.0), abs=0.1)
+    assert list(found) == [(0, 1), (1, 1)]
+    assert found[0, 1] == pytest.approx((4.0, 1.0), abs=0.05)
+    assert found[1, 1] == pytest.approx((2.0, 2.0), abs=0.1)
 
 
 def test_the_runs_own_setting_is_simulated_beside_what_was_measured_also_if_it_was_not_asked_for(table):
     apart = ("cluster.pools={main: [1], sampling: [2]}", "rollout.placement.pool=sampling", "cluster.runtime=ray")
     lines = table(times(12, 2), *apart, "rollout.max_staleness=2", "rollout.window=3", staleness=(1,))
-    assert [line.split()[:4] for line in lines[2:5]] == [
-        ["2", "3", "2", "1"],
-        ["0", "1", "2", "1"],
-        ["2", "3", "2", "1"],
-    ]
+    assert [line.split()[:2] for line in lines[2:5]] == [["2", "3"], ["0", "1"], ["2", "3"]]
     assert lines[-1].startswith("note: the run's own step is ")  # these were the times of turns
     assert "shorter simulated than measured" in lines[-1]
 
@@ -103,10 +97,4 @@ def test_the_first_steps_are_left_out_and_said_to_be(table):
     lines = table(times(20, 1, slow=3), "cluster.pools={main: [1]}")
     assert lines[0].startswith("times of 20 steps in ")
     assert lines[0].endswith("; the first 5 are left out, as the run was starting")
-    assert rows(lines)[0, 1, 1, 1] == pytest.approx((4.0, 1.0), abs=0.05)
-
-
-def test_what_goes_with_turns_alone_is_said_to_be_left_out_ahead(table):
-    apart = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling", "cluster.runtime=ray")
-    lines = table(times(12, 1), *apart, "rollout.dynamic_sampling=4", "rollout.over_sampling=6")
-    assert lines[-1].endswith("without rollout.dynamic_sampling and rollout.over_sampling, which go with S = 0 alone")
+    assert rows(lines)[0, 1] == pytest.approx((4.0, 1.0), abs=0.05)

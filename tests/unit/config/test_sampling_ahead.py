@@ -1,11 +1,11 @@
-"""Pools that an error suggests to a run that samples ahead, and divisions of processes that are simulated, load."""
+"""Pools that an error suggests to a run that samples ahead, which `rally simulate` takes, too, load."""
 
 import shlex
 
 import pytest
 
 from rallypoint.config import load_config
-from rallypoint.config.check_sampling_ahead import could_split, is_placeable
+from rallypoint.config.check_sampling_ahead import is_placeable, with_pool_of_its_own
 from rallypoint.errors import ConfigError
 from rallypoint.prepare.machine import check_machine, imagine
 from rallypoint.prepare.plan import make_plan
@@ -68,12 +68,9 @@ def test_the_pools_that_are_suggested_are_accepted_and_have_room(case):
         assert sum(map(sum, config.cluster.pools.values())) == sum(map(sum, before.pools.values()))
 
 
-def test_a_division_of_processes_is_possible_if_meshes_fit_into_it():
+def test_a_config_with_the_suggested_pools_shares_no_process_and_keeps_those_that_are_there():
     config = load_config("digits", ["cluster.pools={main: [8]}", "actor.mesh.tp=2"]).config
-    assert [num for num in range(1, 8) if could_split(config, num, 8 - num)] == [2, 4, 6]
-    apart = load_config(
-        "digits",
-        ["cluster.pools={main: [4], more: [4]}", "rollout.placement.pool=more", "actor.mesh.dp_shard=4"],
-    ).config
-    assert [num for num in range(1, 8) if could_split(apart, num, 8 - num)] == [4]
+    apart = with_pool_of_its_own(config)
+    assert (apart.num_ranks("rollout"), apart.num_ranks("actor")) == (4, 4)
+    assert with_pool_of_its_own(apart) is apart
     assert is_placeable(apart, {})
