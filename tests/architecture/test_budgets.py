@@ -57,8 +57,8 @@ BROAD: dict[str, str] = {
     "sampling/client.py:_ask": "what concerns all rollouts ends the run, whatever the episode that met it catches",
     "environments/shipped/mcp_servers.py:tools": "its package and the network raise anything; the server is named",
     "environments/shipped/mcp_servers.py:call": "as tools; it becomes a counted failure of the rollout",
-    "environments/shipped/mcp_servers.py:_work": "raised again, after a connection that is of no use is closed",
-    "environments/shipped/mcp_servers.py:_hold": "raised again where the connection is awaited",
+    "environments/shipped/mcp_connection.py:ask": "raised again, after a connection that is of no use is left",
+    "environments/shipped/mcp_connection.py:_hold": "raised again where the connection is awaited",
     "environments/tools.py:_call": "a tool is the user's code and may raise anything; the policy reads it",
     "environments/worker.py:_serve": "SystemExit, KeyboardInterrupt and CancelledError of a reward are counted, too",
 }

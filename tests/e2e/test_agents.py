@@ -170,9 +170,32 @@ def test_agents_that_fail_in_every_way_are_counted_and_leave_the_others_right(tr
         "the agent raised LookupError: no such move",
         "the agent raised EnvironmentFailedError: the game is down",
         "the agent returned object that is no JSON",
-        "the episode ended without a response",
+        "the agent ended without an answered call: it has to ask the model at base_url at least once",
     ):
         assert reason in journal
+
+
+AT_IMPORT = """
+from openai import OpenAI
+
+client = OpenAI(max_retries=0)
+
+
+def run(base_url, api_key, example):
+    client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "12"}])
+"""
+
+
+def test_a_client_at_module_level_reaches_nobody_with_the_users_key_and_is_told_where_to_be_made(
+    train, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "a real one")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    with pytest.raises(Exception, match="failed"):
+        train(AT_IMPORT, name="imported", num_steps=1)
+    journal = (tmp_path / "runs" / "imported" / "journal.jsonl").read_text()
+    assert "Error code: 401" in journal
+    assert "make the client inside the agent's function" in journal
 
 
 def test_an_agent_may_be_a_function_that_python_gave(train):

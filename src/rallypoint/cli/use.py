@@ -184,9 +184,11 @@ def _watch(
 
     say = functools.partial(console.print, markup=False, soft_wrap=True)
 
+    playing = watch(trained, data, place, asked=asked, say=say, episode=episode)
+
     async def print_all() -> None:
         num_shown = 0
-        async for found in watch(trained, data, place, asked=asked, say=say, episode=episode):
+        async for found in playing:
             if isinstance(found, Evaluation):
                 print_outcome(console, found.rollouts()[0])
             elif isinstance(found, RolloutFailure):

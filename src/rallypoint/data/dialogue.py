@@ -9,7 +9,9 @@ template. It is rendered behind a stand-in answer with a mark:
     <user> 0 <assistant> mark7 <end> <user> and + 1 ? <end> <assistant>
                                ----------------------------------------  follows on any answer
 
-The first token of that ends the turn. It is left out if it was sampled, and is context if the turn was cut.
+The first token of that ends the turn. It is left out if it was sampled, and is context if the turn was cut. Where
+it does not depend on what was said before, the template is given a short history, so that a turn costs the same
+whether it is the second or the sixtieth; and a longer dialogue keeps what is new in it, and the one that it continues.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from rallypoint.data.chat_text import chat_text, left_out, written
 from rallypoint.data.legible import control_tokens
-from rallypoint.data.messages import ChatMessage, calls_of, reasoning_in
+from rallypoint.data.messages import ChatMessage, calls_of, reasoning_in, whole_text
 from rallypoint.data.template import MEND_TEMPLATE, TemplateProbe, special_ids
 from rallypoint.errors import ModelError
 
@@ -31,9 +34,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NEW = "probe8"
+_LOOK: tuple[ChatMessage, ...] = (
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}},
+)
+_SWITCH = re.compile(r"(?<!<)/(no_?)?think", re.IGNORECASE)
+"""What a template looks for in messages, however old, to know whether the next answer is to have reasoning."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Dialogue:
     """A conversation and its tokens; `continue_with` and `answered` return longer ones.
 
@@ -51,13 +59,20 @@ class Dialogue:
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...]
     """Each of them ends an answer."""
-    messages: tuple[ChatMessage, ...]
-    tokens: tuple[int, ...]
-    """Ids of all of it, with the cue for the assistant at the end unless it ends with an answer."""
+    own_messages: tuple[ChatMessage, ...]
+    """Those behind the dialogue that it continues."""
+    own_tokens: tuple[int, ...]
+    """Ids of these, with the cue for the assistant at the end unless they end with an answer."""
     tools: tuple[ChatMessage, ...] = ()
     """OpenAI's function schemas, which the template is given."""
     num_old: int = 0
     """Messages that stood there before the newest ones were added."""
+    parent: Dialogue | None = None
+    """The dialogue that it continues."""
+    num_before: int = 0
+    """Messages of that."""
+    num_calls_before: int = 0
+    """Calls of tools in it."""
 
     @classmethod
     def begin(
@@ -74,13 +89,47 @@ class Dialogue:
             ModelError: it does not fit the template, a message is not in what that writes, or has a control token.
         """
         text = chat_text(tokenizer, messages, tools)
-        _check_no_control(tokenizer, messages)
+        _check_texts(tokenizer, messages, tools)
         return cls(tokenizer, tuple(stop_tokens), tuple(messages), _encode(tokenizer, text), tuple(tools))
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """All of them."""
+        return tuple(message for one in self._chain() for message in one.own_messages)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids of all of it."""
+        return tuple(itertools.chain.from_iterable(one.own_tokens for one in self._chain()))
+
+    @property
+    def num_messages(self) -> int:
+        """How many there are."""
+        return self.num_before + len(self.own_messages)
 
     @property
     def num_calls(self) -> int:
         """Calls of tools in it."""
-        return sum(len(calls_of(message)) for message in self.messages)
+        return self.num_calls_before + sum(len(calls_of(message)) for message in self.own_messages)
+
+    def _chain(self) -> list[Dialogue]:
+        """Return it behind all those that it continues."""
+        chain, one = list[Dialogue](), self
+        while one is not None:
+            chain.append(one)
+            one = one.parent
+        return chain[::-1]
+
+    def _continued(self, messages: Sequence[ChatMessage], tokens: Sequence[int], num_old: int) -> Dialogue:
+        return dataclasses.replace(
+            self,
+            own_messages=tuple(messages),
+            own_tokens=tuple(tokens),
+            num_old=num_old,
+            parent=self,
+            num_before=self.num_messages,
+            num_calls_before=self.num_calls,
+        )
 
     def answered(self, response: Sequence[int], message: ChatMessage) -> Dialogue:
         """Add an answer.
@@ -89,7 +138,7 @@ class Dialogue:
             response: the ids that were sampled, with the token that ended them, if one did.
             message: what they say, with the role of the assistant.
         """
-        return dataclasses.replace(self, messages=(*self.messages, message), tokens=(*self.tokens, *map(int, response)))
+        return self._continued([message], [*map(int, response)], self.num_old)
 
     def continue_with(self, messages: Sequence[ChatMessage]) -> Dialogue:
         """Add messages to a dialogue that ends with an answer, and the cue for the next one.
@@ -99,12 +148,11 @@ class Dialogue:
         """
         ids = self._following(messages)
         borders = _Borders.of(self.tokenizer, self.stop_tokens)
-        last = self.tokens[-1]
+        last = next(one.own_tokens[-1] for one in reversed(self._chain()) if one.own_tokens)
         # Another end than the template's stands in for it; a token that begins the next message is part of that.
         if last == ids[0] or (last in self.stop_tokens and ids[0] in borders.closing):
             ids = ids[1:]
-        num_old, tokens = len(self.messages), self.tokens + ids
-        return dataclasses.replace(self, messages=(*self.messages, *messages), tokens=tokens, num_old=num_old)
+        return self._continued(messages, ids, self.num_messages)
 
     def stripped_with(self, messages: Sequence[ChatMessage]) -> Dialogue | None:
         """Write a dialogue and more messages anew, if the template leaves out reasoning of earlier answers there.
@@ -125,30 +173,28 @@ class Dialogue:
         text = written(self.tokenizer, given, self.tools)
         if all(one in text for one in said):
             return None
-        _check_no_control(self.tokenizer, messages)
+        _check_texts(self.tokenizer, messages)
         if (problem := left_out(messages, text)) is not None:
             raise ModelError(f"{problem}; {MEND_TEMPLATE}")
-        tokens, num_old = _encode(self.tokenizer, text), len(self.messages)
-        return dataclasses.replace(self, messages=tuple(whole), tokens=tokens, num_old=num_old)
+        tokens, stops = _encode(self.tokenizer, text), self.stop_tokens
+        return Dialogue(self.tokenizer, stops, tuple(whole), tokens, self.tools, num_old=self.num_messages)
 
     def new_of(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage] | None:
         """Return what a whole conversation adds to this one; None if it does not begin with what was said here."""
-        num = len(self.messages)
+        num = self.num_messages
         if len(messages) < num or any(not _is_same(*pair) for pair in zip(self.messages, messages[:num], strict=True)):
             return None
         return messages[num:]
 
     def _following(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the tokens that follow on any answer, from that on which ends it."""
-        _check_no_control(self.tokenizer, messages)
+        _check_texts(self.tokenizer, messages)
         borders = _Borders.of(self.tokenizer, self.stop_tokens)
         said = json.dumps([*messages], default=str)
         mark = next(mark for number in itertools.count(7) if (mark := f"mark{number}") not in said)
         refusal = "it leaves out a stand-in answer"
-        # The history numbers calls in some templates; another one may refuse what was sampled.
-        histories: list[Sequence[ChatMessage]] = [self.messages[:-1], [_message("user", "0")]]
-        stand_ins = [*_stand_ins(self.messages[-1], messages, mark)]
-        for history, stand_in in itertools.product(histories, stand_ins):
+        stand_ins = [*_stand_ins(self.own_messages[-1], messages, mark)]
+        for history, stand_in in itertools.product(self._histories(messages, borders), stand_ins):
             try:
                 text = written(self.tokenizer, [*history, stand_in, *messages], self.tools)
             except ModelError as error:
@@ -166,6 +212,15 @@ class Dialogue:
             refusal = "it ends no answer with a special token"
         raise ModelError(f"the chat template cannot continue behind an answer: {refusal}; {MEND_TEMPLATE}")
 
+    def _histories(self, messages: Sequence[ChatMessage], borders: _Borders) -> Iterator[Sequence[ChatMessage]]:
+        """Yield what may stand before a stand-in answer, the likeliest first."""
+        short = [_message("user", "0")]
+        if all(message.get("role") in borders.local for message in messages):
+            first = self._chain()[0].own_messages[:1]
+            yield [*(one for one in first if one.get("role") in ("system", "developer")), *short]
+        yield self.messages[:-1]  # it numbers calls in some templates
+        yield short  # what was sampled may be refused
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Borders:
@@ -175,6 +230,8 @@ class _Borders:
     """Ids that end an answer."""
     closing: frozenset[int]
     """Those that end messages, and do not begin others, as `<|user|>` of GLM does."""
+    local: frozenset[str] = frozenset()
+    """Roles of messages behind an answer for which the template writes the same whatever was said before."""
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
@@ -191,7 +248,32 @@ class _Borders:
         if not stops.intersection(between):  # such as <|end|> of gpt-oss, which ends sampling with <|return|>
             own = between[:1]
         closing.update(token for token in _encode(tokenizer, behind) if token in special)
-        return _Borders(stops.union(own), frozenset(cast("set[int]", closing)))
+        return _Borders(stops.union(own), frozenset(cast("set[int]", closing)), _local_roles(tokenizer))
+
+
+def _local_roles(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the roles of `_Borders.local`: what follows on a stand-in answer is compared behind several histories."""
+    if _SWITCH.search(str(tokenizer.chat_template)):
+        return frozenset()
+    user, answer = _message("user", "0"), _message("assistant", "1")
+    call, marked = ({**next(_calling([("look", "call00001")], mark))} for mark in ("2", "mark7"))
+    result: ChatMessage = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "3"}
+    histories = [[user], [user, answer, user], [user, call, result, answer, user], [user, call, result] * 2]
+    local = set[str]()
+    for stand_in, new in ((_message("assistant", "mark7"), user), (marked, result)):
+        tails = [_tail(tokenizer, [*history, stand_in, new]) for history in histories]
+        if None not in tails[:2] and len({*tails} - {None}) == 1:  # it may have no place for calls
+            local.add(str(new["role"]))
+    return frozenset(local)
+
+
+def _tail(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]) -> str | None:
+    """Return what follows on the mark; None if the template does not take the messages, or leaves it out."""
+    try:
+        _, is_there, tail = written(tokenizer, messages, _LOOK).rpartition("mark7")
+    except ModelError:
+        return None
+    return tail if is_there else None
 
 
 def _stand_ins(answer: ChatMessage, messages: Sequence[ChatMessage], mark: str) -> Iterator[ChatMessage]:
@@ -221,17 +303,26 @@ def _message(role: str, content: str) -> ChatMessage:
     return {"role": role, "content": content}
 
 
-def _check_no_control(tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage]) -> None:
-    """Refuse messages that would write the end of a message, or another one, such as what a tool has read somewhere."""
+def _check_texts(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] = ()
+) -> None:
+    """Refuse texts that no tokenizer takes, and such as would write the end of a message, or another one."""
     control = control_tokens(tokenizer)
+    texts = [(f"the schema of tool {index}", json.dumps(one, ensure_ascii=False)) for index, one in enumerate(tools)]
     for index, one in enumerate(messages):
-        said = str(one.get("content") or "")
         # What the policy says is its own, and is encoded only where somebody goes back in the conversation.
-        if one["role"] != "assistant" and control is not None and (found := control.search(said)):
+        said = (whole_text(one), one.get("name"), one.get("tool_call_id"))
+        texts.append((f"the text of message {index} ({one['role']})", "\n".join(map(str, filter(None, said)))))
+    for where, text in texts:
+        if control is not None and not where.endswith("(assistant)") and (found := control.search(text)):
             raise ModelError(
-                f"the text of message {index} ({one['role']}) has {found.group()!r}, which is a control token of the "
-                "tokenizer: it would end the message or begin another one; take it out, or write it in another way"
+                f"{where} has {found.group()!r}, which is a control token of the tokenizer: it would end the message "
+                "or begin another one; take it out, or write it in another way"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ModelError(f"{where} has half of a surrogate pair, which is no text; take it out") from None
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
@@ -245,4 +336,7 @@ def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
 
 def _essence(message: ChatMessage) -> tuple[object, ...]:
     calls = [(call.name, call.arguments) for call in calls_of(message)]
-    return message.get("role"), message.get("content") or "", message.get("tool_call_id"), calls
+    content = str(message.get("content") or "")
+    # Some frameworks strip answers; what was sampled stays as it is, whatever they send back.
+    said = content.strip() if message.get("role") == "assistant" else content
+    return message.get("role"), said, message.get("tool_call_id"), calls

@@ -128,6 +128,14 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None
     return _finding(_control_tokens(tokenizer))
 
 
+def without_control(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text with a space in place of each control token."""
+    control = control_tokens(tokenizer)
+    while control is not None and control.search(text):
+        text = control.sub(" ", text)
+    return text
+
+
 def _finding(names: set[str]) -> re.Pattern[str] | None:
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if names else None

@@ -23,6 +23,8 @@ ChatMessage: TypeAlias = Mapping[str, object]
 """A message as OpenAI's API has it: `role`, `content`, and `tool_calls`, `tool_call_id` or `name`."""
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+MOST_DEEP = 64
+"""Levels of the arguments of a call."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _FURTHER = ("name", "tool_calls", "tool_call_id", *_REASONING)
 _SCHEMA = "{'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
@@ -66,10 +68,33 @@ def calls_of(message: Mapping[str, object]) -> list[CallMessage]:
         function = _mapping(call.get("function") or call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = _shallow(json.loads(arguments), arguments)
+        elif is_deep(arguments):  # as text that is no JSON
+            arguments = f"more than {MOST_DEEP} levels of brackets"
         calls.append(CallMessage(call.get("id"), function.get("name"), arguments))
     return calls
+
+
+def _shallow(value: object, text: str) -> object:
+    return text if is_deep(value) else value
+
+
+def is_deep(value: object) -> bool:
+    """Whether a value has so many levels that what reads it may not come to its end.
+
+    >>> is_deep([[{"a": 1}]]), is_deep(json.loads("[" * 99 + "]" * 99))
+    (False, True)
+    """
+    level = [value]
+    for _ in range(MOST_DEEP):
+        lists = [
+            [*one.values()] if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)
+        ]
+        if not lists:
+            return False
+        level = [inner for one in cast("list[list[object]]", lists) for inner in one]
+    return True
 
 
 def with_arguments(message: Mapping[str, object], *, as_text: bool) -> dict[str, object]:

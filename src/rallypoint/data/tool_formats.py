@@ -27,9 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from rallypoint.data.files import found
+from rallypoint.data.messages import MOST_DEEP, is_deep
 
 Call: TypeAlias = tuple[str, dict[str, object]]
 """Name of a tool, and its arguments."""
+_NO_BLANK = re.compile(r"\S")
 _BARE_KEY = re.compile(r"([{,]\s*)([^\s\"\\{}\[\],:]+)\s*:")
 
 
@@ -242,7 +244,7 @@ def _read_all(text: str, read: Callable[[], list[Call]]) -> Said:
 def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call]) -> Said:
     """Return the calls between the marks of a text; one that cannot be read does not affect the others."""
     content, *parts = text.split(opening)
-    said = Said(content)
+    said, rests = Said(""), [content]
     for part in parts:
         block, is_closed, rest = part.partition(closing)
         try:
@@ -250,7 +252,8 @@ def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call
         except _NoCallError as error:
             said.malformed.append(str(error) if is_closed else f"{error}; it has no {closing}")
             rest = opening + part
-        said.content += rest if rest.strip() else ""
+        rests.append(rest if rest.strip() else "")
+    said.content = "".join(rests)
     return said
 
 
@@ -266,23 +269,35 @@ def _read_block(block: str, types: Types) -> Call:
         name, body = function.groups()
         if "</function>" not in body:
             raise _NoCallError(f"the call of {name} has no </function>")
-        pairs = re.findall(r"<parameter=([^>]+)>(.*?)</parameter>", body, re.DOTALL)
+        opened = body.split("<parameter=")[1:]
+        pairs = _pairs(opened, ">", "", "</parameter>")
         # The line breaks around a value are of the format.
-        pairs = [(key.strip(), value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
-        opened = body.count("<parameter=")
+        pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs]
     else:
         name = re.split(r"[\s<]", block, maxsplit=1)[0]
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", block, re.DOTALL)
-        opened = block.count("<arg_key>")
+        opened = block.split("<arg_key>")[1:]
+        pairs = _pairs(opened, "</arg_key>", "<arg_value>", "</arg_value>")
         if not opened and block != name:
             raise _NoCallError(
                 f"expected an object in JSON, <function=...> or a name with <arg_key>, found {block[:40]!r}"
             )
     if not name:
         raise _NoCallError("the call has no name")
-    if opened != len(pairs):
-        raise _NoCallError(f"the call of {name} has {opened} parameters, but {len(pairs)} with a value that is closed")
+    if (num := len(opened)) != len(pairs):
+        raise _NoCallError(f"the call of {name} has {num} parameters, but {len(pairs)} with a value that is closed")
     return name, _encodable({key.strip(): _typed(value, types.get((name, key.strip()))) for key, value in pairs})
+
+
+def _pairs(opened: Sequence[str], end: str, opening: str, closing: str) -> list[tuple[str, str]]:
+    """Return keys, up to their end, and closed values; an expression would look for an end at every beginning again."""
+    pairs: list[tuple[str, str]] = []
+    for one in opened:
+        key, _, rest = one.partition(end)
+        rest = rest.lstrip() if opening else rest
+        value, is_closed, _ = rest.removeprefix(opening).partition(closing)
+        if key and is_closed and rest.startswith(opening):
+            pairs.append((key, value))
+    return pairs
 
 
 def _typed(text: str, types: frozenset[str] | None) -> object:
@@ -319,6 +334,8 @@ def _arguments(given: object, name: str) -> dict[str, object]:
 
 
 def _encodable(arguments: dict[str, object]) -> dict[str, object]:
+    if is_deep(arguments):
+        raise _NoCallError(f"expected arguments of at most {MOST_DEEP} levels, found more brackets than that")
     try:
         json.dumps(arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -333,21 +350,27 @@ def _loads(text: str) -> object:
 
 def _values(text: str, separator: str) -> list[object]:
     """Return the JSON values of a text, which are separated by blanks or `separator`."""
-    decoder, place, values = json.JSONDecoder(parse_constant=_no_constant), 0, list[object]()
+    decoder, values = json.JSONDecoder(parse_constant=_no_constant), list[object]()
+    place = _behind_blanks(text, 0)
     while place < len(text) or not values:
         try:
-            place = len(text) - len(text[place:].lstrip())
             value, place = decoder.raw_decode(text, place)
         except RecursionError:
             raise _NoCallError("expected JSON, found more brackets than can be read") from None
         except ValueError as error:
             raise _NoCallError(f"expected JSON: {error}") from None
         values.append(value)
-        rest = text[place:].lstrip()
-        if rest and not separator:
-            raise _NoCallError(f"expected nothing behind the JSON, found {rest[:40]!r}")
-        place = len(text) - len(rest.removeprefix(separator).lstrip())
+        place = _behind_blanks(text, place)
+        if place < len(text) and not separator:
+            raise _NoCallError(f"expected nothing behind the JSON, found {text[place : place + 40]!r}")
+        if separator and text.startswith(separator, place):
+            place = _behind_blanks(text, place + len(separator))
     return values
+
+
+def _behind_blanks(text: str, place: int) -> int:
+    found = _NO_BLANK.search(text, place)
+    return len(text) if found is None else found.start()
 
 
 def _no_constant(name: str) -> object:

@@ -20,6 +20,7 @@ from typing import ClassVar, TypeAlias
 from rallypoint.data.dataset import Example
 from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.environments.in_process import RolloutTask
+from rallypoint.environments.reward import Wants
 from rallypoint.errors import UserCodeError
 from rallypoint.user_code import own_signature, split, written_signature
 
@@ -48,10 +49,19 @@ class AgentCall:
         return self.api_key
 
 
+@dataclasses.dataclass(frozen=True)
 class AgentTask(RolloutTask[AgentCall]):
     """An agent."""
 
     WHOSE: ClassVar[str] = "the agent"
+
+    url: str = ""
+    """Address of all sessions."""
+
+    def load(self) -> tuple[Callable[..., object], Wants]:
+        """See `Task.load`; a client that the file makes when it is imported must not reach anybody with a real key."""
+        _set_environment(self.url, "made-at-import")
+        return super().load()
 
     def misfit(self, function: object) -> str | None:
         """See `RolloutTask.misfit`."""
@@ -59,9 +69,12 @@ class AgentTask(RolloutTask[AgentCall]):
 
     def begin(self, function: Callable[..., object], call: AgentCall) -> tuple[object, Callable[[], int | None]]:
         """See `RolloutTask.begin`; the environment names the session, too, as some programs read it there."""
-        os.environ.update(OPENAI_BASE_URL=call.base_url, OPENAI_API_KEY=call.api_key)
-        os.environ.update(ANTHROPIC_BASE_URL=call.base_url.removesuffix("/v1"), ANTHROPIC_API_KEY=call.api_key)
+        _set_environment(call.base_url.removesuffix("/v1"), call.api_key)
         return function(call.base_url, call.api_key, call.example), lambda: None
+
+
+def _set_environment(url: str, key: str) -> None:
+    os.environ.update(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY=key, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key)
 
 
 def is_agent(spec: str) -> bool:

@@ -125,6 +125,8 @@ class PlainClient:
             self.tools = tools if isinstance(tools, Tools) else self.tools
         limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature}
         schemas = None if tools is None else list(tools)
+        if self.tools is not None and self.tools is tools and self.tools.has_foreign:
+            schemas = self.tools.legible(self.tokenizer)
         return self._ask("chat", messages=_as_json(messages), tools=schemas, **limits)
 
     def _ask(self, method: Method, **arguments: object) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from rallypoint.data import AnswerReader, ChatMessage, Dialogue, Message, whole_text
 from rallypoint.data.files import found
-from rallypoint.data.legible import control_tokens
+from rallypoint.data.legible import without_control
+from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, ModelError
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Chat:
         """
         given = [self._legible(_checked(index, one)) for index, one in enumerate(_listed(messages))]
         last = self._dialogues[0] if self._dialogues else None
+        if isinstance(tools, Tools):
+            tools = tools.legible(self._tokenizer)
         tools = (last.tools if last else self._tools) if tools is None else tuple(tools)
         is_whole = is_whole or last is None or any(one["role"] == "assistant" for one in given)
         if last is not None and not given:
@@ -76,9 +79,23 @@ class Chat:
         except ModelError as error:
             raise EpisodeError(f"client.chat: {error}") from None
 
-    def answered(self, asked: Dialogue, response: Sequence[int]) -> dict[str, object]:
-        """Add what was sampled, and return what it says."""
-        message, _ = self.reader(asked).finish(response)
+    def answered(
+        self, asked: Dialogue, response: Sequence[int], stop: Sequence[str] = (), num_early: int = 0
+    ) -> dict[str, object]:
+        """Add what was sampled, and return what it says, up to the first of some strings.
+
+        Args:
+            asked: what is answered.
+            response: ids that were sampled.
+            stop: strings that have ended it, and do not belong to it.
+            num_early: tokens in which a whole string does not count.
+        """
+        reader = self.reader(asked)
+        message, _ = reader.finish(response)
+        content = str(message["content"])
+        num_before = len(str(reader.finish(response[:num_early])[0]["content"])) if num_early > 0 and stop else 0
+        places = (content.find(one, max(0, num_before - len(one) + 1)) for one in stop)
+        message["content"] = content[: min((place for place in places if place >= 0), default=len(content))]
         self.keep(asked, response, message)
         return message
 
@@ -96,12 +113,17 @@ class Chat:
         self.num_calls += num_malformed + len(cast("Sequence[object]", message.get("tool_calls", ())))
 
     def _legible(self, message: ChatMessage) -> ChatMessage:
-        """Return the result of a tool without control tokens: a program may print them, or a page have them."""
-        control = control_tokens(self._tokenizer) if message["role"] == "tool" else None
-        text = str(message["content"])
-        while control is not None and control.search(text):
-            text = control.sub(" ", text)
-        return message if text == message["content"] else {**message, "content": text}
+        """Return the result of a tool without control tokens: a program may print them, or a page have them.
+
+        The policy has written the name, and half of a surrogate pair comes of a program that cuts texts.
+        """
+        if message["role"] != "tool":
+            return message
+        texts = {
+            name: message[name] for name in ("content", "name", "tool_call_id") if isinstance(message.get(name), str)
+        }
+        whole = {name: _without_halves(str(text)) for name, text in texts.items()}
+        return {**message, **{name: without_control(self._tokenizer, text) for name, text in whole.items()}}
 
     def _continued(self, dialogue: Dialogue, new: Sequence[ChatMessage]) -> Dialogue:
         stripped = None
@@ -111,7 +133,7 @@ class Chat:
 
     def _whole(self, messages: Sequence[ChatMessage], tools: tuple[ChatMessage, ...]) -> Dialogue:
         """Continue the longest dialogue with which the messages begin, or begin another one."""
-        for dialogue in sorted(self._dialogues, key=lambda one: -len(one.messages)):
+        for dialogue in sorted(self._dialogues, key=lambda one: -one.num_messages):
             if dialogue.tools == tools and (new := dialogue.new_of(messages)):
                 return self._continued(dialogue, new)
         prompt, said = self._prompt
@@ -124,6 +146,15 @@ class Chat:
 def said_in(asked: Dialogue) -> tuple[tuple[str, str], ...]:
     """Return role and text of each of its newest messages, for people."""
     return tuple((str(message["role"]), whole_text(message)) for message in asked.messages[asked.num_old :])
+
+
+def _without_halves(text: str) -> str:
+    r"""Return a text that can be encoded.
+
+    >>> _without_halves("a\ud83d\ude00\ud83d") == "a\U0001f600\ufffd"
+    True
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _listed(messages: object) -> Sequence[object]:

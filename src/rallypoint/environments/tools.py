@@ -31,12 +31,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from rallypoint.data import ChatMessage, Message
+from rallypoint.data.legible import without_control
 from rallypoint.data.messages import calls_of
 from rallypoint.environments.own_thread import OwnThread
 from rallypoint.errors import RallyError, RowFullError, UserCodeError, first_line
 from rallypoint.user_code import own_signature
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rallypoint.data.dataset import Example
     from rallypoint.environments.chat import Messages
     from rallypoint.environments.client import Client
@@ -57,6 +60,8 @@ class DescribedTool(abc.ABC):
     name: str
     schema: ChatMessage
     """As in OpenAI's API."""
+    is_foreign = False
+    """Whether somebody else has written the schema, as that of a server."""
 
     @abc.abstractmethod
     def checked(self, arguments: object) -> dict[str, object]:
@@ -99,6 +104,18 @@ class Tools(Sequence[ChatMessage]):
 
     def __len__(self) -> int:
         return len(self._tools)
+
+    @property
+    def has_foreign(self) -> bool:
+        """Whether somebody else has written some of the schemas."""
+        return any(tool.is_foreign for tool in self._tools.values())
+
+    def legible(self, tokenizer: PreTrainedTokenizerBase) -> list[ChatMessage]:
+        """Return the schemas; in those that somebody else has written a space stands for each control token."""
+        return [
+            _mapped(tool.schema, lambda text: without_control(tokenizer, text)) if tool.is_foreign else tool.schema
+            for tool in self._tools.values()
+        ]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -306,6 +323,15 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         elif not section:
             about.append(line)
     return "\n".join(about).strip(), said
+
+
+def _mapped(value: object, change: Callable[[str], str]) -> Any:
+    """Return JSON with its texts and keys changed."""
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(one, change) for key, one in cast("Mapping[str, object]", value).items()}
+    if isinstance(value, list):
+        return [_mapped(one, change) for one in cast("list[object]", value)]
+    return change(value) if isinstance(value, str) else value
 
 
 def _without_titles(schema: object) -> Any:

@@ -32,6 +32,7 @@ from rallypoint.data import (
 from rallypoint.data.template import CLOCK, hold_clock
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
+from rallypoint.environments.environment import Episode
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.grader import probe_rewards
 from rallypoint.environments.reward import opens_sandbox
@@ -64,6 +65,8 @@ class Found:
     """Notes on the prompts, a line each."""
     clock: str | None = None
     """Time that the chat template shows, if it shows one that the config does not set."""
+    episode: Episode | None = None
+    """The one that the config names, or the tools of; they may be a server's, which is started once."""
 
     def encode(
         self,
@@ -203,9 +206,9 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     quiet_transformers()
     if (problem := probe_rewards(config.reward, config.rollout)) is not None:
         raise RewardError(problem)
-    check_own_functions(config)
+    episode = check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
-    found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer))
+    found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer), episode=episode)
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
     notes += [*template_notes(config, tokenizer), *id_notes(limits)]
     if config.data.generate is not None:
@@ -248,6 +251,7 @@ class Material:
     stop_tokens: tuple[int, ...]
     train: Training
     validation: EncodedPrompts | EncodedRows | None
+    episode: Episode | None = None
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; of a special one its name."""
@@ -291,7 +295,7 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
     for line in notes:
         say(line)
     model_path = config.model.path or str(made_model(config, folder))
-    return Material(model_path, found.tokenizer, found.stop_tokens, train, validation)
+    return Material(model_path, found.tokenizer, found.stop_tokens, train, validation, found.episode)
 
 
 def _functions_here(config: RunConfig) -> Iterator[str]:
@@ -325,10 +329,7 @@ def examine(config: RunConfig) -> Found:
 
 
 def examine_dry(config: RunConfig) -> tuple[str, ...]:
-    """Do the same as `examine`, but read only what takes seconds.
-
-    Returns:
-        What was read, and notes on it, a line each.
+    """Do the same as `examine`, but read only what takes seconds; return what was read, and notes, a line each.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: as `examine`.

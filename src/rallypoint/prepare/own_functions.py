@@ -61,18 +61,18 @@ def own_episode(config: RunConfig) -> Episode | None:
         raise ConfigError((f"{said}: {error}",)) from None
 
 
-def episode_of(config: RunConfig, given: Episode | None, agents: Episode | None = None) -> Episode:
+def episode_of(config: RunConfig, given: Episode | None, named: Episode | None = None) -> Episode:
     """Return how rollouts are sampled: as a recipe gives it, else as the config names it, else in a single turn.
 
     Args:
         config: of the run.
         given: by the recipe, if it is.
-        agents: what runs the agent that the config names, if it does.
+        named: by the config, or what runs its agent; None to load it.
 
     Raises:
         ConfigError: there are two, the recipe's is no episode, or it does not go with the config.
     """
-    named = own_episode(config) or agents
+    named = named or own_episode(config)
     if given is None:
         return named or single_turn
     problems: list[str] = []
@@ -87,14 +87,16 @@ def episode_of(config: RunConfig, given: Episode | None, agents: Episode | None 
     return given
 
 
-def check_own_functions(config: RunConfig) -> None:
+def check_own_functions(config: RunConfig) -> Episode | None:
     """Hold the functions that a config names to every rule that needs no formula; a fraction of a second each.
+
+    Returns:
+        The episode that it names, see `own_episode`.
 
     Raises:
         ConfigError: one breaks a rule, or raises; names the function and the remedy, with its own traceback.
     """
-    own_episode(config)
-    reward = config.reward
+    episode, reward = own_episode(config), config.reward
     # A run keeps no components of a reward.function that is alone: its score is all there is.
     components = tuple(reward.weights) if reward.functions or reward.all_models else ()
     cases = {name: dataclasses.replace(case, component_names=components) for name, case in CASES.items()}
@@ -111,6 +113,7 @@ def check_own_functions(config: RunConfig) -> None:
             problems.append(f"{section}.function={own.function!r}: {said}")
     if problems:
         raise ConfigError(tuple(problems))
+    return episode
 
 
 SINGLE_TURN = "null"

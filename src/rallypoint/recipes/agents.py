@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,10 @@ _NAME = "policy"
 """Name of the model for agents, the same in every run."""
 _MAX_BODY_BYTES = 64 * 2**20
 _GRACE_S = 1.0
+_NO_CALL = (
+    "the agent ended without an answered call: it has to ask the model at base_url at least once, with a client made "
+    "inside the function, as each rollout has a base_url and an api_key of its own"
+)
 
 
 class Agents:
@@ -83,10 +88,12 @@ class Agents:
             ConfigError: the agent's file cannot be read, or the agent cannot be sent to a process.
             ServingError: there is no port.
         """
-        self._spec = spec
+        self._spec, listening = spec, bind(_HOST, 0)
+        self._url = f"http://{_HOST}:{listening.getsockname()[1]}"
         try:
-            task = AgentTask.of(self._spec)
+            task = dataclasses.replace(AgentTask.of(self._spec), url=self._url)
         except UserCodeError as error:
+            listening.close()
             raise ConfigError((f"rollout.episode={self._spec!r}: {error}",)) from None
         self._processes = InProcesses(task, log)
         tokenizer = copy.deepcopy(tokenizer)  # of its own, see `Endpoint`
@@ -99,8 +106,6 @@ class Agents:
                 strips_thinking=strips_thinking,
             )
         )
-        listening = bind(_HOST, 0)
-        self._url = f"http://{_HOST}:{listening.getsockname()[1]}"
         app = make_sessions_app(self._sessions, max_body_bytes=_MAX_BODY_BYTES)
         self._server = Server(
             app, listening, grace_s=_GRACE_S, on_end=lambda: None, say=lambda line: say(f"sessions: {line}")
@@ -132,7 +137,7 @@ class Agents:
         finally:
             self._sessions.close(session)
         if isinstance(ended, Returned):
-            return ended.result
+            return ended.result if client.turns else EpisodeFailed("malformed", _NO_CALL)
         if isinstance(session.failure, RowFullError | GenerationError):
             raise session.failure  # which the agent did not catch
         return EpisodeFailed(ended.kind, ended.reason, ended.traceback)

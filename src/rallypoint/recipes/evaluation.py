@@ -114,7 +114,7 @@ def evaluate(
         return marking.end(len(prompts.examples), asked.num_samples)
 
 
-async def watch(
+def watch(
     trained: Trained,
     data: Sequence[str],
     place: int | None,
@@ -134,11 +134,23 @@ async def watch(
         episode: name of an episode or agent; None for the run's.
 
     Raises:
+        ConfigError: the episode cannot be loaded, or may not be run, at once.
         DataError: there is no such prompt.
     """
-    chosen = episode_for(trained.path, trained.config, episode)
+    chosen = episode_for(trained.path, trained.config, episode)  # not in the event loop: it may start a server
     if chosen is None:
         raise ConfigError((f"{trained.path} has no rollout.episode; name one: --episode file.py:function",))
+    return _watched(trained, data, place, chosen, asked, say)
+
+
+async def _watched(
+    trained: Trained,
+    data: Sequence[str],
+    place: int | None,
+    chosen: Episode | str,
+    asked: Asked,
+    say: Callable[[str], None],
+) -> AsyncIterator[Sequence[TurnInWords] | RolloutFailure | Evaluation]:
     settings = rewards_for(trained.path, trained.config, None, is_needed=False)
     dataset = load_dataset(data or _data_of(trained), require_ground_truth=False)
     place = random.Random(asked.seed).randrange(len(dataset)) if place is None else place

@@ -109,7 +109,7 @@ class Setup:
         Raises:
             ConfigError: it is no episode, or the config has another one, or over-samples.
         """
-        episode = episode_of(self.config, episode, self.agents)
+        episode = episode_of(self.config, episode, self.agents or self.material.episode)
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"

@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -280,6 +281,8 @@ def anchored(config: RunConfig) -> RunConfig:
     for one in tools:
         if "corpus" in one["parameters"]:
             one["parameters"]["corpus"] = _absolute(one["parameters"]["corpus"])
+        if "command" in one["parameters"]:
+            one["parameters"]["command"] = _anchored_command(one["parameters"]["command"])
     episode = [(values["rollout"], "episode")] if config.rollout.own_episode else [(one, "function") for one in tools]
     for one, name in (*own, *rewards, *episode):
         file, colon, function = (one[name] or "").rpartition(":")
@@ -293,6 +296,16 @@ def _anchored_set(dataset: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(dataset, dict):
         return {**dataset, "path": _anchored_set(dataset["path"])}
     return str(_absolute(dataset)) if is_local(dataset) else dataset
+
+
+def _anchored_command(command: str | list[str]) -> str | list[str]:
+    """Return a command whose words that are files are absolute; its program is looked for in PATH unless it has a /."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    anchored = [
+        str(Path(word).absolute()) if Path(word).is_file() and (at or "/" in word) else word
+        for at, word in enumerate(words)
+    ]
+    return command if anchored == words else shlex.join(anchored) if isinstance(command, str) else anchored
 
 
 def named_run(name: str, runs_dir: Path) -> Path | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -35,7 +36,9 @@ class Call:
     """A call from its beginning."""
 
     tokens: tuple[int, ...]
-    """All of them."""
+    """All of them; empty once it has ended, as its turn and those before it have them."""
+    num_tokens: int
+    """How many there are."""
     parent: int
     """Number of the turn that it continues, or `ROOT`."""
     start: int
@@ -82,7 +85,7 @@ class Calls:
         self._times[key] += 1
         if number is None:
             number = 0 if tokens == self._prompt and not times else _number_of(key, times)
-        return Call(tokens, found, start, number, hasher, asked, len(self.turns))
+        return Call(tokens, len(tokens), found, start, number, hasher, asked, len(self.turns))
 
     def end(self, call: Call, turn: Turn) -> Turn:
         """Note what came of a call, and return it; one that failed is not noted.
@@ -95,7 +98,7 @@ class Calls:
         parent = None if call.parent == number - 1 else call.parent
         turn = dataclasses.replace(turn, prompt=call.tokens[call.start :], parent=parent)
         self.turns.append(turn)
-        self._ended.append(call)
+        self._ended.append(dataclasses.replace(call, tokens=()))
         self._hashers[number] = _updated(call.hasher, turn.response)
         self._children[call.parent].append(number)
         return turn
@@ -108,19 +111,36 @@ class Calls:
 
         Calls that ran at the same time are in the order of their depths, and then of their numbers.
         """
-        depths, order = [0] * len(self.turns), list[int]()
-        for number, call in enumerate(self._ended):
-            depths[number] = 0 if call.parent == ROOT else depths[call.parent] + 1
-        for together in self._together():
-            order += sorted(together, key=lambda number: (depths[number], self._ended[number].number))
-        dropped = self._asked_again(depths)
-        order = [number for number in order if number not in dropped]
+        order = self._order_of_kept()
         place = {ROOT: ROOT} | {number: place for place, number in enumerate(order)}
         parents = [place[self._ended[number].parent] for number in order]
         return tuple(
             dataclasses.replace(self.turns[number], parent=None if parent == at - 1 else parent)
             for at, (number, parent) in enumerate(zip(order, parents, strict=True))
         )
+
+    def have_overlapped(self) -> bool:
+        """Whether two turns that count were sampled at the same time, so that their order is not that of their calls.
+
+        >>> calls, turn = Calls(()), {"logprobs": (), "sampled_logprobs": (), "version": 0, "truncated": False}
+        >>> for call in [calls.begin((5,)), calls.begin((6,))]:
+        ...     _ = calls.end(call, Turn(prompt=(), response=(7,), **turn))
+        >>> calls.have_overlapped()
+        True
+        """
+        return any(
+            self._ended[late].ended <= early for early, late in itertools.pairwise(sorted(self._order_of_kept()))
+        )
+
+    def _order_of_kept(self) -> list[int]:
+        """Return the numbers of the turns that count, in their order."""
+        depths, order = [0] * len(self.turns), list[int]()
+        for number, call in enumerate(self._ended):
+            depths[number] = 0 if call.parent == ROOT else depths[call.parent] + 1
+        for together in self._together():
+            order += sorted(together, key=lambda number: (depths[number], self._ended[number].number))
+        dropped = self._asked_again(depths)
+        return [number for number in order if number not in dropped]
 
     def _together(self) -> list[list[int]]:
         """Return the calls in the order of their ends, cut wherever none was running."""
@@ -147,7 +167,7 @@ class Calls:
 
     def _end_of(self, number: int) -> int:
         """Return how many tokens a turn and those before it have."""
-        return 0 if number == ROOT else len(self._ended[number].tokens) + len(self.turns[number].response)
+        return 0 if number == ROOT else self._ended[number].num_tokens + len(self.turns[number].response)
 
     def _longest_beginning(self, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Return the turn that begins so, and up to where; of several equal ones that which was asked last."""

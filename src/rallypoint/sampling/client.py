@@ -248,10 +248,10 @@ class EpisodeClient:
         temperature: float | None = None,
     ) -> dict[str, object]:
         """See `Client.chat`."""
-        asked = self.chats.asked(messages, tools)
-        limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature}
-        turn = await self.answer(asked.tokens, said_in(asked), **limits)
-        message = self.chats.answered(asked, turn.response)
+        asked, self._has_calls = self.chats.asked(messages, tools), True
+        params = self._params_of("chat", max_tokens, stop, temperature)
+        turn = await self._ask(self._begin(asked.tokens), params, said_in(asked))
+        message = self.chats.answered(asked, turn.response, params.stop_strings, params.min_new_tokens - 1)
         if isinstance(tools, Tools):
             self._tools = tools
         return message
@@ -368,7 +368,7 @@ class EpisodeClient:
     def _is_all_again(self, added: tuple[int, ...]) -> bool:
         """Whether tokens begin with all that there is; a response may have been encoded anew, as other tokens."""
         first = self._calls.turns[0].prompt
-        if len(added) <= len(first) or added[: len(first)] != first:
+        if len(added) < len(self._tokens) // 2 or added[: len(first)] != first:  # a mark of a role may begin both
             return False
         if added[: len(self._tokens)] == self._tokens:
             return True

@@ -82,6 +82,8 @@ class Results:
             calls: what its client has sampled.
         """
         try:
+            if isinstance(found, list | tuple | Mapping) and calls.have_overlapped():
+                _check_no_order(cast("Sequence[object] | Mapping[object, object]", found))
             return self._checked(_read_result(found, calls.kept()))
         except _MisfitError as misfit:
             return EpisodeFailed("malformed", f"the episode {misfit}")
@@ -204,6 +206,16 @@ def scores_of(rollout: Trajectory) -> Scores | None:
         response, reward = rollout.turns[number].response, rollout.rewards[number]
         scores += [*[0.0] * (len(response) - 1), reward] if response else []
     return Scores(tuple(scores), {})
+
+
+def _check_no_order(found: Sequence[object] | Mapping[object, object]) -> None:
+    """Refuse different rewards by turn of calls that ran at the same time: nobody knows which of them is the first."""
+    rewards = found.get("reward") if isinstance(found, Mapping) else found
+    if isinstance(rewards, list | tuple) and any(one != rewards[0] for one in cast("Sequence[object]", rewards)):
+        raise _MisfitError(
+            "returned a list of different rewards, but some of its calls ran at the same time, so that its turns have "
+            "no order; return one reward for all of them, or have each call wait for the one before"
+        )
 
 
 def _read_result(found: object, sampled: tuple[Turn, ...]) -> Trajectory:

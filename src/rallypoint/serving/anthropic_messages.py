@@ -34,7 +34,10 @@ _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error"}
 class MessagesRequest(ChatRequest):
     """The body of `POST /v1/messages`, as a request for chat."""
 
-    NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    }
 
     @classmethod
     def flat(cls, body: dict[str, object]) -> dict[str, object]:
@@ -57,6 +60,8 @@ class MessagesRequest(ChatRequest):
             fields["tools"] = _tools(body["tools"])
         if (choice := body.get("tool_choice")) is not None:
             fields["tool_choice"] = _choice(choice)
+            alone = isinstance(choice, dict) and cast("dict[str, object]", choice).get("disable_parallel_tool_use")
+            fields["parallel_tool_calls"] = not alone
         return fields
 
 

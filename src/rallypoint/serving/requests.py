@@ -31,7 +31,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
@@ -44,6 +43,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 _MAX_STOP_CHARACTERS, _MAX_STOP_TOKENS = 256, 256
 _TOOL_CHOICE = "auto or none: no call can be promised; send auto, tools with only the one that is meant, and ask again"
+_SEVERAL_CALLS = "true: how many tools an answer calls is up to the model; leave it out, and use the first call"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]
@@ -229,6 +229,7 @@ class ChatRequest(ClientRequest):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto"] = Field("auto", description=_TOOL_CHOICE)
     """Whether the model is told of the tools."""
+    parallel_tool_calls: Literal[True] = Field(True, description=_SEVERAL_CALLS)
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
     """Arguments of the chat template, by name."""
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -240,8 +241,8 @@ class ChatRequest(ClientRequest):
     def schemas(self) -> list[dict[str, object]]:
         """The tools that the model is told of."""
         # Nothing is said of `strict` in the prompt: it is for a server, which holds a model to its schemas.
-        hidden = {"function": {"strict"}}
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude=hidden) for tool in self.tools]
+        tools = [] if self.tool_choice == "none" else self.tools
+        return [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
 
     @property
     def limit(self) -> int | None:

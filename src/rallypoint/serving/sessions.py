@@ -175,7 +175,8 @@ class Sessions:
             return session
         if hmac.compare_digest(key.encode(), self._key_of(key.partition("-")[0]).encode()):
             raise EndpointError(410, _ENDED, code="session_ended")
-        raise EndpointError(401, "no session has this key; an agent is given its own", code="invalid_api_key")
+        message = "no session has this key; make the client inside the agent's function"
+        raise EndpointError(401, message, code="invalid_api_key")
 
     def _key_of(self, number: str) -> str:
         """Return the key of a session by its number, which nobody can guess."""
@@ -236,8 +237,9 @@ class SessionRoute(Generic[RequestT]):
         Raises:
             RallyError: what the client is to be told.
         """
-        served, params = self._sessions.served, dataclasses.replace(session.params, stop_strings=asked.stop_strings)
-        reader = None if dialogue is None else await self._encoded(session.chat.reader, dialogue)
+        served, strings = self._sessions.served, (*session.params.stop_strings, *asked.stop_strings)
+        params = dataclasses.replace(session.params, stop_strings=strings)
+        reader = await self._encoded(session.chat.reader, dialogue) if dialogue is not None else None
         choice = Choice(0, params, lambda ids: str(served.tokenizer.decode(list(ids))), reader)
         arrived = _Arrived(asyncio.get_running_loop())
         sampled = session.call(
@@ -386,9 +388,7 @@ def _check_fields(asked: ClientRequest, params: SamplingParams) -> None:
             message = f"{name}: a rollout is sampled as the run says, with {value}; leave it out, found {found}"
             raise EndpointError(400, message, param=name)
     if further := sorted({*asked.stop_token_ids} - {*params.stop_tokens}):
-        message = (
-            f"stop_token_ids: expected some of {list(params.stop_tokens)}, which end responses here; found {further}"
-        )
+        message = f"stop_token_ids: expected some of {list(params.stop_tokens)}, which end responses; found {further}"
         raise EndpointError(400, message, param="stop_token_ids")
 
 

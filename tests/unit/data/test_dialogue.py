@@ -1,6 +1,7 @@
 """Tokens between two answers: those of the chat template, whatever was sampled before them."""
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from chat_templates import (
     make_published_tokenizer,
     merging_tokenizer,
 )
+from tool_templates import FAMILIES, make_tool_tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from rallypoint.data.chat_text import chat_text
-from rallypoint.data.dialogue import Dialogue
+from rallypoint.data.chat_text import chat_text, written
+from rallypoint.data.dialogue import Dialogue, _Borders
 from rallypoint.data.template import take_texts
 from rallypoint.errors import ModelError
 
@@ -158,3 +161,105 @@ def test_published_templates_are_continued_as_they_write_themselves(file):
     dialogue = Dialogue(tokenizer, (tokenizer.eos_token_id,), (*ASKED, ANSWER), (5,))
     added = dialogue.continue_with(AGAIN).tokens[1:]
     assert tuple(encode(tokenizer, text)[-len(added) :]) == added
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "result5"}
+LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+HISTORIES = [
+    ASKED,
+    [{"role": "system", "content": "Be brief."}, *ASKED],
+    [*ASKED, ANSWER, *AGAIN],
+    [*ASKED, CALLING, RESULT, ANSWER, *AGAIN],
+    [*ASKED, CALLING, RESULT, CALLING, RESULT],
+    [*ASKED, {**ANSWER, "reasoning_content": "hm9"}, *AGAIN],
+]
+
+
+def behind_the_whole(dialogue, stand_in, new):
+    """Return the ids that follow on an answer if all of the conversation is rendered; None if it cannot be so."""
+    try:
+        text = written(dialogue.tokenizer, [*dialogue.messages[:-1], stand_in, *new], dialogue.tools)
+    except ModelError:
+        return None
+    ids = encode(dialogue.tokenizer, "mark7" + text.rpartition("mark7")[2])
+    ends = _Borders.of(dialogue.tokenizer, dialogue.stop_tokens).ends
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    return None if end is None else tuple(ids[end:])
+
+
+def tokenizers():
+    """Yield those of all families, with what ends their answers."""
+    for name in FAMILIES:
+        yield f"tools of {name}", *make_tool_tokenizer(name)
+    for name in TEMPLATES:
+        asked = dialogue_with(name)
+        yield name, asked.tokenizer, asked.stop_tokens
+    for file in _templates_of_trl():
+        if isinstance(file, Path):
+            tokenizer = make_published_tokenizer(file.read_text(encoding="utf-8"))
+            take_texts(tokenizer)
+            yield file.stem, tokenizer, (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "stops"), tokenizers(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_behind_a_short_history_a_template_writes_what_it_writes_behind_the_whole_one(name, tokenizer, stops):
+    local, num = _Borders.of(tokenizer, tuple(stops)).local, 0
+    calling = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "look", "arguments": {"mark": "mark7"}}}]}
+    kinds = (("user", ANSWER, {"role": "assistant", "content": "mark7"}, AGAIN), ("tool", CALLING, calling, [RESULT]))
+    for (role, answer, stand_in, new), history in itertools.product(kinds, HISTORIES):
+        if role not in local:
+            continue
+        whole = Dialogue(tokenizer, tuple(stops), (*history, answer), (5,), (LOOK,))
+        if (expected := behind_the_whole(whole, stand_in, new)) is not None:
+            assert whole._following(new) == expected, (role, history)
+            num += 1
+    assert num >= 3 or not local
+
+
+class Counting(PreTrainedTokenizerFast):
+    """A tokenizer that counts the messages that its template is given."""
+
+    num_messages = 0
+
+    def apply_chat_template(self, conversation, *arguments, **named):
+        Counting.num_messages += len(conversation)
+        return super().apply_chat_template(conversation, *arguments, **named)
+
+
+def test_a_late_turn_is_rendered_with_no_more_messages_than_an_early_one():
+    plain, stops = make_tool_tokenizer("qwen3")
+    tokenizer = Counting(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token)
+    tokenizer.chat_template = plain.chat_template
+    dialogue = Dialogue.begin(tokenizer, ASKED, [LOOK], stop_tokens=stops)
+    found = []
+    for turn in range(64):
+        calls = turn % 2
+        before = Counting.num_messages
+        dialogue = dialogue.answered([5, stops[0]], CALLING if calls else ANSWER)
+        dialogue = dialogue.continue_with([RESULT] if calls else AGAIN)
+        found.append(Counting.num_messages - before)
+    assert found[62:] == found[4:6]
+    assert dialogue.num_messages == len(dialogue.messages) == 129
+    assert dialogue.num_calls == 32
+
+
+def test_a_template_that_looks_for_a_switch_in_all_messages_is_given_all_of_them():
+    plain = make_chat_tokenizer(QWEN3)
+    plain.chat_template = QWEN3 + "{%- for message in messages if '/no_think' in message.content %}!{% endfor %}"
+    asked = Dialogue.begin(plain, [{"role": "user", "content": "2+2? /no_think"}], stop_tokens=[plain.eos_token_id])
+    added = asked.answered([plain.eos_token_id], ANSWER).continue_with(AGAIN).own_tokens
+    assert plain.decode(added).endswith("!")
+
+
+def test_a_half_character_in_a_schema_or_in_what_was_answered_before_is_refused():
+    plain, stops = make_tool_tokenizer("qwen3")
+    for messages, tools in (
+        ([*ASKED, {**ANSWER, "content": "half \ud83d"}, *AGAIN], [LOOK]),
+        (ASKED, [{"type": "function", "function": {**LOOK["function"], "description": "half \ud83d"}}]),
+    ):
+        with pytest.raises(ModelError, match="has half of a surrogate pair"):
+            Dialogue.begin(plain, messages, tools, stop_tokens=stops)

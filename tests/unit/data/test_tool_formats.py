@@ -1,5 +1,6 @@
 """Calls of tools as models of several families write them, in six spellings each, and what is none."""
 
+import functools
 import json
 import re
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tool_templates import FAMILIES, make_tool_tokenizer
 
 from rallypoint.data import AnswerReader, read_answer
+from rallypoint.data.messages import calls_of, whole_text
 from rallypoint.data.tool_formats import deepseek, format_of, gemma, harmony, kimi, llama, mistral, tagged, types_of
 
 TOOLS = [
@@ -301,3 +303,34 @@ def test_an_answer_that_is_read_while_it_comes_is_the_whole_one(family, has_tool
         assert message == read_answer(tokenizer, ids, stop_tokens=stops, tools=tools)
         assert "".join(pieces) + rest == message["content"], (text, pieces)
         assert reader.reasoning in (None, message.get("reasoning"))
+
+
+UNCLOSED = {
+    "parameters": (tagged, "<tool_call><function=f>" + "<parameter=a>" * 200_000 + "</function></tool_call>"),
+    "keys": (tagged, "<tool_call>f" + "<arg_key>" * 200_000 + "</tool_call>"),
+    "values": (tagged, "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 200_000 + "</tool_call>"),
+    "calls": (tagged, "<tool_call>f<" * 200_000),
+    "values of JSON": (llama, '{"name": "f"}' + ";{}" * 200_000),
+}
+
+
+@pytest.mark.parametrize(("read", "text"), UNCLOSED.values(), ids=UNCLOSED)
+def test_tags_that_are_never_closed_are_read_once_and_not_from_each_on(read, text):
+    said = read(text, {})
+    assert not said.calls
+    assert said.malformed
+    assert "".join(said.content.split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(60, True), (80, False), (5_000, False), (200_000, False)])
+def test_arguments_of_many_levels_are_malformed_wherever_they_are_read(depth, is_read):
+    nested = "[" * depth + "]" * depth
+    said = tagged(f'<tool_call>{{"name": "f", "arguments": {{"a": {nested}}}}}</tool_call>', {})
+    assert bool(said.calls) is is_read
+    assert bool(said.malformed) is not is_read
+    (call,) = calls_of({"tool_calls": [{"function": {"name": "f", "arguments": f'{{"a": {nested}}}'}}]})
+    assert isinstance(call.arguments, dict) is is_read
+    value = functools.reduce(lambda inner, _: [inner], range(depth), 1)
+    message = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": value}}}]}
+    assert bool(whole_text(message))
+    assert isinstance(calls_of(message)[0].arguments, dict) is is_read

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import sys
+import tracemalloc
 
 import pytest
 
@@ -129,3 +131,34 @@ def test_the_prompt_has_the_random_numbers_of_a_single_turn_and_asked_again_othe
     assert numbers[0] == 0
     assert len(set(numbers)) == 3
     assert all(2**29 <= number < 2**30 for number in numbers[1:])
+
+
+def test_calls_that_ran_at_the_same_time_are_known_also_at_other_depths_and_not_those_that_were_asked_again():
+    calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]))
+    assert not calls.have_overlapped()
+    deeper, apart = calls.begin((5, 6, 7, 8, 4, 9)), calls.begin((1,))
+    calls.end(deeper, turn_of([3]))
+    assert not calls.have_overlapped(), "the other one may fail"
+    calls.end(apart, turn_of([2]))
+    assert calls.have_overlapped()
+
+    again = Calls(PROMPT)
+    given_up, asked = again.begin(PROMPT), again.begin(PROMPT)
+    again.end(asked, turn_of([1]))
+    again.end(given_up, turn_of([2]))
+    again.end(again.begin((*PROMPT, 1, 8)), turn_of([3]))
+    assert not again.have_overlapped()
+
+
+def test_what_calls_keep_grows_with_their_tokens_and_not_with_their_square():
+    def kept_bytes(num_turns):
+        tracemalloc.start()
+        calls, tokens = Calls(PROMPT), PROMPT
+        for number in range(num_turns):
+            calls.end(calls.begin(tokens), turn_of([number] * 50))
+            tokens = (*tokens, *[number] * 50, 8)
+        found = tracemalloc.get_traced_memory()[0] - sys.getsizeof(tokens)
+        tracemalloc.stop()
+        return found
+
+    assert kept_bytes(200) < 2.5 * kept_bytes(100)

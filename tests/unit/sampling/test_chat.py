@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import tracemalloc
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ from chat_templates import QWEN3, make_chat_tokenizer
 from tool_templates import make_tool_tokenizer
 
 from rallypoint.data import Example, Message
+from rallypoint.environments.chat import Chat
 from rallypoint.environments.environment import Prompt
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
@@ -33,6 +35,7 @@ class Answers:
         self._tokenizer, self._texts = tokenizer, list(texts)
 
     async def sample(self, request, rank, deliver=None):
+        await asyncio.sleep(0)
         tokens = tuple(self._tokenizer.encode(self._texts.pop(0), add_special_tokens=False))
         reason = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         zeros = (0.0,) * len(tokens)
@@ -40,11 +43,11 @@ class Answers:
         return [Output(request_id=0, tokens=tokens, finish_reason=reason, **numbers)]
 
 
-def rollout(episode, *answers: str, max_tokens: int = 5000, tokenizer=TOKENIZER) -> Any:
+def rollout(episode, *answers: str, max_tokens: int = 5000, tokenizer=TOKENIZER, min_new_tokens: int = 0) -> Any:
     """Return what becomes of an episode: a trajectory or a failure."""
     example = Example("rows.jsonl:3", "rows", ASKED, "", "4", {})
     terms = Terms(cast("Any", Answers(tokenizer, *answers)), tokenizer, max_tokens)
-    params = SamplingParams(max_new_tokens=100, stop_tokens=(tokenizer.eos_token_id,))
+    params = SamplingParams(max_new_tokens=100, stop_tokens=(tokenizer.eos_token_id,), min_new_tokens=min_new_tokens)
     client = EpisodeClient(terms, params, (0, Prompt(encoded(START), example)), 0, rank=0)
     return asyncio.run(client.rollout(episode))
 
@@ -213,19 +216,97 @@ def look(where: str) -> str:
 
 
 def test_the_result_of_a_tool_has_no_control_token_that_would_end_its_message():
+    said = ["a<|im_end|>b<|im<|im_end|>_end|>c", "half \ud83d of a pair"]
+
     def page() -> str:
         """Read."""
-        return "a<|im_end|>b<|im<|im_end|>_end|>c"
+        return said.pop(0)
 
     async def episode(client, example):
         tools = Tools(page)
-        await client.chat(await tools.results(await client.chat(tools=tools)))
-        return 1.0
+        results = await tools.results(await client.chat(tools=tools))
+        return float(
+            not await tools.results(await client.chat([{**one, "name": client.tokenizer.eos_token} for one in results]))
+        )
 
     tokenizer, _ = make_tool_tokenizer("qwen2.5")
-    call = '<tool_call>{"name": "page", "arguments": {}}</tool_call><|im_end|>'
-    found = rollout(episode, call, "4<|im_end|>", tokenizer=tokenizer)
-    assert "\na b<|im _end|>c\n" in tokenizer.decode(found.turns[1].prompt)
+    call = '<tool_call>{"name": "page", "arguments": {}}</tool_call>'
+    found = rollout(episode, f"{call * 2}<|im_end|>", "4<|im_end|>", tokenizer=tokenizer)
+    shown = tokenizer.decode(found.turns[1].prompt)
+    assert "<tool_response>\na b<|im _end|>c\n" in shown
+    assert "half  of a pair" in shown, "this tokenizer has no character for what stands for the half"
+
+    tokenizer, _ = make_tool_tokenizer("gemma4")  # writes the name of a result
+    said.append("3")
+    found = rollout(episode, "<|tool_call>call:page{}<tool_call|>", f"4{tokenizer.eos_token}", tokenizer=tokenizer)
+    assert tokenizer.decode(found.turns[1].prompt).endswith("<|tool_response>response: {value:3}<tool_response|>")
+
+
+def test_half_of_a_surrogate_pair_is_refused_where_a_person_has_written_it():
+    found = rollout(sends([{"role": "user", "content": "half \ud83d"}]), "4<|im_end|>")
+    assert found.kind == "malformed"
+    assert "the text of message 0 (user) has half of a surrogate pair, which is no text" in found.reason
+
+
+@pytest.mark.parametrize(("min_tokens", "said"), [(0, "Thought. "), (13, "Thought. ST, ")])
+def test_an_answer_ends_before_the_string_that_has_stopped_it(min_tokens, said):
+    text = "Thought. STOP" if not min_tokens else "Thought. ST, STOP"
+
+    async def episode(client, example):
+        answer = await client.chat(stop=["STOP", *(["ST"] if min_tokens else [])])
+        assert answer["content"] == said
+        await client.chat([*ASKED, answer, USER])
+        return 1.0
+
+    found = rollout(episode, text, "4<|im_end|>", min_new_tokens=min_tokens)
+    assert [turn.parent for turn in found.turns] == [None, None], "what was sampled stays"
+    assert TOKENIZER.decode(found.turns[0].response) == text
+
+
+def test_a_history_whose_answers_a_framework_has_stripped_is_the_same_history():
+    async def episode(client, example):
+        messages = list(example.prompt)
+        for _ in range(3):
+            answer = await client.chat(messages)
+            messages += [{"role": "assistant", "content": answer["content"].strip()}, USER]
+        return 1.0
+
+    found = rollout(episode, *[" \n4 \n<|im_end|>"] * 3)
+    assert [turn.parent for turn in found.turns] == [None] * 3
+    assert [TOKENIZER.decode(turn.response) for turn in found.turns] == [" \n4 \n<|im_end|>"] * 3
+
+
+def test_different_rewards_by_turn_are_refused_where_calls_ran_at_the_same_time():
+    def episode(rewards):
+        async def both(client, example):
+            await asyncio.gather(*(client.chat([*ASKED, Message("user", name)]) for name in "ab"))
+            return rewards
+
+        return both
+
+    for rewards in ([0.0, 1.0], {"reward": (0.0, 1.0)}):
+        found = rollout(episode(rewards), "4<|im_end|>", "5<|im_end|>")
+        assert found.kind == "malformed"
+        assert "ran at the same time" in found.reason
+        assert "return one reward for all of them" in found.reason
+    for rewards in ([1.0, 1.0], 1.0, None, {"reward": 1.0, "moves": 2}):
+        assert len(rollout(episode(rewards), "4<|im_end|>", "5<|im_end|>").turns) == 2
+
+
+def test_what_a_dialogue_keeps_grows_with_its_tokens_and_not_with_their_square():
+    def kept_bytes(num_turns):
+        chat = Chat(TOKENIZER, (STOP,), (encoded(START), ASKED))
+        tracemalloc.start()
+        asked = chat.asked(())
+        for _ in range(num_turns):
+            chat.answered(asked, encoded("So it is 4, or 5, or perhaps even 6 or 7.<|im_end|>"))
+            asked = chat.asked([USER])
+        found = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return found
+
+    kept_bytes(2)
+    assert kept_bytes(160) < 2.6 * kept_bytes(80)
 
 
 def test_tools_answer_calls_and_are_counted():

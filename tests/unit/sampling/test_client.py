@@ -528,6 +528,16 @@ def test_a_response_that_was_encoded_anew_is_recognised_as_sent_again():
     assert "turn 2 was given the whole conversation again" in found.reason
 
 
+def test_short_text_that_begins_as_the_prompt_does_is_new():
+    async def begins_alike(client, example):
+        for _ in range(4):
+            await client.sample(client.prompt[:1])
+            await client.sample((5, 6, 8))
+        return 1.0
+
+    assert len(have(begins_alike, max_tokens=60, tokenizer=Letters()).turns) == 8
+
+
 def test_calls_run_at_the_same_time_and_a_turn_of_sample_does_not():
     mailbox = FakeMailbox(seconds=0.01)
 
@@ -535,7 +545,7 @@ def test_calls_run_at_the_same_time_and_a_turn_of_sample_does_not():
         first = await client.call(client.prompt)
         history = (*client.prompt, *first.response)
         await asyncio.gather(client.call((*history, 8)), client.call((*history, 9)), client.call((1,)))
-        return [0.0, 0.0, 0.0, 1.0]
+        return 1.0
 
     found = have(parallel, mailbox=mailbox)
     assert sorted(map(len, found.sequences)) == [1, 2, 2]

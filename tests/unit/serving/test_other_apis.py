@@ -132,6 +132,7 @@ def test_whole_answers_say_how_they_ended_and_what_was_counted(opened):
 
 USER = [{"role": "user", "content": "x"}]
 PICTURE = {"type": "base64", "media_type": "image/png", "data": "x"}
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 REFUSED = {
     "several items": ("responses", {"n": 2}, "n", "ask several times"),
     "several messages": ("messages", {"n": 2}, "n", "ask several times"),
@@ -155,6 +156,25 @@ REFUSED = {
     "server tool": ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0", "input_schema"),
     "begun": ("messages", {"messages": [*USER, {"role": "assistant", "content": "a"}]}, "messages", "leave it out"),
     "thinking": ("messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "chat template"),
+    "forced call": ("responses", {"tools": [ADD], "tool_choice": "required"}, "tool_choice", "no call can be promised"),
+    "named call": ("responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "auto or none"),
+    "one call": (
+        "responses",
+        {"tools": [ADD], "parallel_tool_calls": False},
+        "parallel_tool_calls",
+        "use the first call",
+    ),
+    "forced block": ("messages", {"tool_choice": {"type": "any"}}, "tool_choice", "no call can be promised"),
+    "named block": ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice", "auto or none"),
+    "one block": (
+        "messages",
+        {
+            "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+        "tool_choice.disable_parallel_tool_use",
+        "use the first call",
+    ),
     "stops": ("messages", {"stop_sequences": [""]}, "stop_sequences", "a string or a list of strings"),
 }
 

@@ -133,11 +133,20 @@ def test_a_session_that_has_ended_is_gone_and_an_unknown_key_opens_nothing(opene
     assert other.chat(MESSAGES)["choices"][0]["message"]["content"] == "b"
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 REFUSED = {
     "model": ({"model": "gpt-4o"}, 404, "model", "only 'policy'"),
     "top_p": ({"top_p": 0.5}, 400, "top_p", "sampled as the run says, with 1.0"),
     "n": ({"n": 2}, 400, "n", "with 1"),
-    "stop token": ({"stop_token_ids": [3]}, 400, "stop_token_ids", "which end responses here; found [3]"),
+    "stop token": ({"stop_token_ids": [3]}, 400, "stop_token_ids", "which end responses; found [3]"),
+    "forced call": ({"tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice", "no call can be promised"),
+    "named call": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        400,
+        "tool_choice",
+        "no call can be promised",
+    ),
+    "one call": ({"tools": TOOLS, "parallel_tool_calls": False}, 400, "parallel_tool_calls", "use the first call"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,

@@ -1,8 +1,11 @@
 """Tools of a server of the Model Context Protocol, MCP. Needs the extra `mcp`.
 
-Owns: the connection to the server, and what becomes of its answers. Must not know: episodes, how a call was spelled.
+Owns: which servers there are, and what becomes of their answers. Must not know: episodes, how a call was spelled.
 
-    Tools(*mcp(command="uvx mcp-server-time"))          # in an episode of one's own
+    TOOLS = mcp(command="uvx mcp-server-time")          # at module level: the server is started here, and waited for
+
+    async def episode(client, example):
+        tools = Tools(*TOOLS)
 
 A server has one connection, over which all rollouts of this process call it at the same time. It is made again after
 it broke, and ends with the last tool that uses it, or with the process.
@@ -17,12 +20,19 @@ import shlex
 import tempfile
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from pydantic import TypeAdapter
 
+from rallypoint.environments.shipped.mcp_connection import (
+    START_S,
+    Connection,
+    is_broken,
+    is_in_a_loop,
+    reached,
+    started,
+)
 from rallypoint.environments.tools import DescribedTool, ToolError
 from rallypoint.errors import EnvironmentFailedError, UserCodeError, first_line
 from rallypoint.extras import why_not
@@ -32,15 +42,15 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
     from mcp.types import Tool as ServersTool
 
-ResultT = TypeVar("ResultT")
 
 PACKAGE = ("mcp", "mcp")
 """The package, and the extra that has it."""
-_START_S = 120.0
-"""Seconds that a server may take to begin; its program may have to be fetched first."""
-_PATIENCE_S = 5.0
-"""Seconds after which a server that does not end is left behind."""
 _SHOWN_BYTES = 2000
+_NOT_IN_A_LOOP = (
+    "mcp(...) starts a server and waits for it, which would stop all rollouts of this event loop; make its tools once, "
+    "at module level: TOOLS = mcp(...), and Tools(*TOOLS) in the episode; in a notebook await asyncio.to_thread(mcp, "
+    "command=...)"
+)
 _ARGUMENTS = TypeAdapter(dict[str, object])
 
 
@@ -50,26 +60,32 @@ def mcp(
     url: str | None = None,
     tools: Sequence[str] | None = None,
     timeout_s: float = 30.0,
+    at_once: int = 16,
     output_chars: int = 4000,
     env: Sequence[str] = (),
     key: str | None = None,
 ) -> list[DescribedTool]:
-    """Return the tools of an MCP server; it is started, or asked, now.
+    """Return the tools of an MCP server; it is started, or asked, now. Tools of the same server share it.
 
     Args:
         command: starts it, and it is spoken to over its standard input and output; or else
         url: at which it listens (Streamable HTTP), such as `http://127.0.0.1:8000/mcp`.
         tools: names of those that the policy is told of; None: all.
         timeout_s: seconds that a result may take; a call that takes longer costs its rollout.
+        at_once: calls that the server is given at the same time; others wait, which does not count.
         output_chars: of a result; the middle of a longer one is left out.
         env: names of environment variables that a command is given besides PATH, HOME and the like.
         key: environment variable that holds the key sent to a url as `Authorization: Bearer`.
 
     Raises:
-        UserCodeError: the server cannot be started or reached, or has none of these tools.
+        UserCodeError: the server cannot be started or reached, or has none of these tools; or an event loop runs here.
     """
+    if is_in_a_loop():
+        raise UserCodeError(_NOT_IN_A_LOOP)
     if (command is None) == (url is None):
         raise UserCodeError("expected command or url of an MCP server, one of them")
+    if at_once < 1:
+        raise UserCodeError(f"the tool mcp: expected at_once of 1 or more, found {at_once}")
     try:
         import mcp as package  # noqa: F401 - whether it is there
     except ImportError as error:
@@ -78,21 +94,23 @@ def mcp(
         if name not in os.environ:
             raise UserCodeError(f"the tool mcp is to pass on ${name}, which is not set; set it")
     words = shlex.split(command) if isinstance(command, str) else list(command or ())
-    server = _Server(words, url, timeout_s=timeout_s, env=env, key=key)
+    server = _Server.of(words, url, env, key, at_once)
     found = {one.name: one for one in server.tools()}
     wanted = found if tools is None else dict.fromkeys(tools)
     if strangers := [name for name in wanted if name not in found]:
         raise UserCodeError(f"{server.name} has no tool {strangers[0]!r}; expected some of {', '.join(found)}")
     if not wanted:
         raise UserCodeError(f"{server.name} has no tools; expected one at least")
-    return [_ServersTool(server, found[name], output_chars) for name in wanted]
+    return [_ServersTool(server, found[name], timeout_s, output_chars) for name in wanted]
 
 
 class _ServersTool(DescribedTool):
     """A tool of a server."""
 
-    def __init__(self, server: _Server, tool: ServersTool, output_chars: int) -> None:
-        self._server, self._output_chars = server, output_chars
+    is_foreign = True
+
+    def __init__(self, server: _Server, tool: ServersTool, timeout_s: float, output_chars: int) -> None:
+        self._server, self._timeout_s, self._output_chars = server, timeout_s, output_chars
         self.name = tool.name
         about = tool.description or tool.title or tool.name
         function = {"name": tool.name, "description": about, "parameters": tool.input_schema}
@@ -109,7 +127,7 @@ class _ServersTool(DescribedTool):
             ToolError: the server says that the call failed, or cannot be made so.
             EnvironmentFailedError: it does not answer, or the connection broke.
         """
-        found = await self._server.call(self.name, dict(arguments))
+        found = await self._server.call(self.name, dict(arguments), self._timeout_s)
         said = shortened(_text_of(found), self._output_chars)
         if found.is_error:
             raise ToolError(said or "the tool failed, and did not say why")
@@ -135,18 +153,27 @@ class _Server:
     """A server, as all of its tools know it; its connection ends with the last of them."""
 
     def __init__(
-        self, words: Sequence[str], url: str | None, *, timeout_s: float, env: Sequence[str], key: str | None
+        self, words: Sequence[str], url: str | None, env: Sequence[str], key: str | None, at_once: int
     ) -> None:
         self.name = f"the MCP server {url or shlex.join(words)!r}"
-        self._timeout_s = timeout_s
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the server
         said = self._said
 
-        def connect() -> contextlib.AbstractAsyncContextManager[Client]:
-            return _started(words, env, said) if url is None else _reached(url, key, timeout_s)
+        def connect(hung_up: Callable[[], None]) -> contextlib.AbstractAsyncContextManager[Client]:
+            return started(words, env, said, hung_up) if url is None else reached(url, key)
 
-        self._connection = _Connection(connect, self.name)
-        weakref.finalize(self, self._connection.close)
+        self._connection = Connection(connect, self.name, at_once)
+        weakref.finalize(self, self._connection.close).atexit = False  # then all of them end together
+
+    @classmethod
+    def of(cls, words: Sequence[str], url: str | None, env: Sequence[str], key: str | None, at_once: int) -> _Server:
+        """Return the one that is there already for the same words, url and variables, or else a new one."""
+        given = tuple((name, os.environ[name]) for name in (*env, *(() if key is None else (key,))))
+        same = tuple(words), url, given, key, at_once, os.getcwd()
+        with _MAKING:
+            if (server := _SERVERS.get(same)) is None:
+                server = _SERVERS[same] = cls(words, url, env, key, at_once)
+            return server
 
     def tools(self) -> list[ServersTool]:
         """Return what it offers.
@@ -164,28 +191,26 @@ class _Server:
             return found
 
         try:
-            return self._connection.begin(all_tools, _START_S).result()
+            return self._connection.begin(all_tools, START_S).result()
         except Exception as error:  # noqa: BLE001 - from its package, the system or the network, and all end here
             raise UserCodeError(f"{self.name} cannot be used: {self._reason(error)}") from None
 
-    async def call(self, name: str, arguments: dict[str, object]) -> CallToolResult:
+    async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> CallToolResult:
         """Have a tool called, from any event loop.
 
         Raises:
-            ToolError: it cannot be called so.
-            EnvironmentFailedError: there was no answer.
+            ToolError: the server says that it cannot be called so.
+            EnvironmentFailedError: there was no answer, or none that its package takes.
         """
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS
+        from mcp.types import REQUEST_TIMEOUT
 
-        work = self._connection.begin(lambda client: client.call_tool(name, arguments), self._timeout_s)
+        work = self._connection.begin(lambda client: client.call_tool(name, arguments), timeout_s)
         try:
             return await asyncio.wrap_future(work)
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                raise ToolError(error.message) from None
-            raise EnvironmentFailedError(f"{self.name} failed: {self._reason(error)}") from error
         except Exception as error:  # from its package, the system or the network
+            if isinstance(error, MCPError) and error.code != REQUEST_TIMEOUT and not is_broken(error):
+                raise ToolError(error.message or "the tool failed, and did not say why") from None
             raise EnvironmentFailedError(f"{self.name} failed: {self._reason(error)}") from error
 
     def _reason(self, error: BaseException) -> str:
@@ -200,116 +225,9 @@ class _Server:
         return f"{reason}; it last said: {text.splitlines()[-1]}" if text.strip() else reason
 
 
-class _Connection:
-    """A connection that is made when it is needed, in the event loop of a thread of its own."""
-
-    def __init__(self, connect: Callable[[], contextlib.AbstractAsyncContextManager[Client]], name: str) -> None:
-        self._connect = connect
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-        self._client: asyncio.Future[Client] = self._loop.create_future()
-        self._held: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
-
-    def begin(self, work: Callable[[Client], Awaitable[ResultT]], timeout_s: float) -> Future[ResultT]:
-        """Begin to do something with the client, from any thread; what is returned may raise what work does.
-
-        `TimeoutError` and errors of the server leave the connection as it is, as it has others' calls.
-        """
-        return asyncio.run_coroutine_threadsafe(self._work(work, timeout_s), self._loop)
-
-    async def _work(self, work: Callable[[Client], Awaitable[ResultT]], timeout_s: float) -> ResultT:
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
-
-        if self._held is None or self._held.done():
-            self._client = self._loop.create_future()
-            self._held = self._loop.create_task(self._hold(self._client))
-        client, held = self._client, self._held
-        try:
-            with _within(_START_S, "not ready"):
-                async with asyncio.timeout(_START_S):
-                    connected = await asyncio.shield(client)
-            with _within(timeout_s, "no answer"):
-                async with asyncio.timeout(timeout_s):
-                    return await work(connected)
-        except Exception as error:
-            is_answer = isinstance(error, MCPError) and error.code != CONNECTION_CLOSED
-            if not client.done() or not (is_answer or isinstance(error, TimeoutError)):
-                self._give_up(held)
-            raise
-
-    def _give_up(self, held: asyncio.Task[None]) -> None:
-        """End a connection that is of no use; the next call makes another one at once."""
-        self._held = None if self._held is held else self._held
-        self._ending.add(held)
-        held.add_done_callback(self._ending.discard)
-        held.cancel()
-
-    async def _hold(self, client: asyncio.Future[Client]) -> None:
-        """Connect, and stay so until cancelled: what is entered by a task has to be left by it."""
-        try:
-            async with self._connect() as connected:
-                client.set_result(connected)
-                await asyncio.Event().wait()
-        except BaseException as error:
-            if not client.done():
-                is_cancelled = isinstance(error, asyncio.CancelledError)
-                client.set_exception(ConnectionError("it was given up") if is_cancelled else error)
-                client.exception()  # whoever waits for the client raises it, and perhaps nobody does
-            if not isinstance(error, Exception):
-                raise
-
-    def close(self) -> None:
-        """End the connection, and the thread, within a few seconds."""
-        ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        if threading.current_thread() is not self._thread:  # where the last tool may happen to be collected
-            with contextlib.suppress(TimeoutError):
-                ended.result(_PATIENCE_S)
-
-    async def _end(self) -> None:
-        if self._held is not None:
-            self._give_up(self._held)
-        if self._ending:
-            await asyncio.wait(self._ending, timeout=_PATIENCE_S)
-        self._loop.call_soon(self._loop.stop)
-
-
-@contextlib.contextmanager
-def _within(seconds: float, what: str) -> Iterator[None]:
-    """Say what did not come in time."""
-    try:
-        yield
-    except TimeoutError:
-        raise TimeoutError(f"{what} within {seconds:g} s") from None
-
-
-@contextlib.asynccontextmanager
-async def _started(words: Sequence[str], env: Sequence[str], said: IO[str]) -> AsyncIterator[Client]:
-    """Start a server, and end it with the block."""
-    from mcp import Client, StdioServerParameters
-    from mcp.client.stdio import stdio_client
-
-    given = {name: os.environ[name] for name in env}
-    parameters = StdioServerParameters(command=words[0], args=list(words[1:]), env=given)
-    async with Client(stdio_client(parameters, cast("Any", said))) as client:
-        yield client
-
-
-@contextlib.asynccontextmanager
-async def _reached(url: str, key: str | None, timeout_s: float) -> AsyncIterator[Client]:
-    """Connect to a server that listens."""
-    import httpx2
-    from mcp import Client
-    from mcp.client.streamable_http import streamable_http_client
-
-    headers = {} if key is None else {"Authorization": f"Bearer {os.environ[key]}"}
-    async with (
-        httpx2.AsyncClient(headers=headers, timeout=timeout_s) as http,
-        Client(streamable_http_client(url, http_client=http)) as client,
-    ):
-        yield client
+_SERVERS: weakref.WeakValueDictionary[tuple[object, ...], _Server] = weakref.WeakValueDictionary()
+"""Those that are used, by what they are started with."""
+_MAKING = threading.Lock()
 
 
 def shortened(text: str, most: int) -> str:
