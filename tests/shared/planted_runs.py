@@ -2,10 +2,14 @@
 
 `hot`: a learning rate ten times too high from step 60; `straggler`: rank 2 samples four times as long; `empty`: a
 reward that pays the empty answer; `impossible`: every other prompt is never solved; `agent`: a tool answers in the
-middle, and a correction masks tokens; `sound`: none of these.
+middle, and a correction masks tokens; `broken`: in each step one sample has no score, one is truncated, and a group was
+replaced; `sound`: none of these. As in real runs of this config, a step has logprobs of the trainer only where both
+passes are compared.
 """
 
+import dataclasses
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +19,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from rallypoint.config import load_config, values_of
 from rallypoint.data import Example, Message
 from rallypoint.environments.conversation import Conversation, TurnInWords
+from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.scored import Scored
 from rallypoint.journal import (
     BatchTaken,
+    GroupDropped,
     GroupScored,
     Journal,
+    RoleLost,
+    RolesRestarted,
     RolesStarted,
+    RolloutFailed,
     RunBegan,
     RunEnded,
     StepDone,
@@ -31,6 +40,8 @@ from rallypoint.run.rollouts import RolloutFiles
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.types import ActorBatch, Metrics, RolloutBatch
 
+TRACEBACK = "the reward function's traceback for train:0:\n  File rewards.py, line 7, in f"
+RAISED = {"why": "raised", "reason": "ValueError: no tool"}
 HOT_FROM, SLOW_RANK, NUM_RANKS = 60, 2, 4
 HOSTILE = (
     "<script>window.hostile = 1</script>",
@@ -66,22 +77,41 @@ def planted_run(folder: Path, kind="sound", *, num_steps=100, prompts=8, group=8
         "trainer.runs_dir": folder,
         "cluster.pools": f"{{main: [{NUM_RANKS}]}}",
     }
+    if kind in ("broken", "impossible"):
+        keys["kl"] = "null"  # so that nothing is learned from a row without an advantage
+    if kind == "broken":
+        keys |= {"rollout.mask_truncated": True, "rollout.dynamic_sampling": 4}
     if kind == "agent":
         keys["correction"] = "[{name: mask, low: 0.99, high: 1.01}]"
     loaded = load_config("grpo", [f"{key}={value}" for key, value in keys.items()])
-    run, clock = create_run(loaded), SimpleNamespace(now=1.7e9)
+    run = create_run(loaded)
+    clock = SimpleNamespace(now=(began := float(round(time.time()))), began=began)
     run.model.mkdir(exist_ok=True)
     TOKENIZER.save(str(run.model / "tokenizer.json"))
     with Journal(run.journal, clock=lambda: clock.now) as journal:
         config = dict(values_of(loaded.config))
-        journal.append(
-            RunBegan(first=0, config=config, software={"rallypoint": "0"}, machine="x", folder=str(run.path))
-        )
+        began = RunBegan(first=0, config=config, software={"rallypoint": "0"}, machine="x", folder=str(run.path))
         processes = {"rollout": [f"{4700 + rank}@node{rank // 2}" for rank in range(NUM_RANKS)]}
-        journal.append(RolesStarted(step=0, metrics={"time_s/start": 3.0}, processes=processes))
+        started = RolesStarted(
+            step=0,
+            metrics={"time_s/start": 3.0},
+            processes=processes,
+            planned_gib={"actor": 2.0, "rollout": 1.0},
+        )
+        journal.append(began, started)
         files = RolloutFiles(run.path, max_gib=8.0, first=0, journal=journal, num_free=lambda _: 2**40)
         for step in range(1, num_steps + 1):
+            if kind == "broken" and step == 3:  # the first start was killed after step 2, and lost it
+                clock.began = clock.now
+                journal.append(dataclasses.replace(began, first=1), dataclasses.replace(started, step=1))
+                _write_step(journal, files, clock, 2, _Fault(kind, 2, random.Random(2)), (prompts, group), texts)
+                journal.append(RoleLost(role="rollout", rank=1, step=3, why="ActorDiedError: killed by a signal"))
+                journal.append(
+                    RolesRestarted(first=None, seconds=4.0, processes={"rollout": ["9001@node0"] * NUM_RANKS})
+                )
             _write_step(journal, files, clock, step, _Fault(kind, step, random.Random(step)), (prompts, group), texts)
+        if kind == "broken":
+            (run.checkpoints / "step_000002.damaged").mkdir(parents=True)
         files.flush()
         files.close()
         if last is not None:
@@ -125,6 +155,9 @@ class _Fault:
             "actor/without_signal": signal,
             "actor/num_tokens": float(sum(lengths)),
             "actor/memory_gib": 1.5 + 0.1 * noise,
+            "actor/mfu": 0.3,
+            "rollout/idle": 0.1,
+            "rollout/staleness_mean": 0.0,
         }
 
 
@@ -134,12 +167,13 @@ def _write_step(journal, files, clock, step, fault, shape, texts):
     busy = [2.0 + 0.2 * fault.chance.random() for _ in range(NUM_RANKS)]
     if fault.kind == "straggler":
         busy[SLOW_RANK] *= 4
+    asked, groups = clock.now - clock.began, []
     for place in range(prompts):
         found = [fault.answer(place, texts) for _ in range(group)]
         answers += [text for text, _ in found]
         scores += [score for _, score in found]
-        rank, asked = place % NUM_RANKS, clock.now - 1.7e9
-        journal.append(
+        rank = place % NUM_RANKS
+        groups.append(
             GroupScored(
                 prompt=(step - 1) * prompts + place,
                 rank=rank,
@@ -149,10 +183,19 @@ def _write_step(journal, files, clock, step, fault, shape, texts):
                 turns=[(sample, 0, [(step - 1, 9)], "0") for sample in range(group)],
             )
         )
-    asked = clock.now - 1.7e9
-    clock.now += max(busy) + 0.1
+    if fault.kind == "broken":
+        lost = {"prompt": (step - 1) * prompts, "sample": 99, "validation": None, "num_turns": 1, "num_tokens": 5}
+        journal.append(RolloutFailed(**lost, **RAISED))
+        journal.say(f"left out: 1 rollout failed (1 raised), the first is train:0, sample 99: no tool\n{TRACEBACK}")
+    for scored in sorted(groups, key=lambda one: one.scored_s):
+        clock.now = clock.began + scored.scored_s
+        journal.append(scored)
     order = range((step - 1) * prompts, step * prompts)
-    taken = clock.now - 1.7e9
+    if fault.kind == "broken":
+        journal.append(GroupDropped(prompt=order[-1], why="no signal"))
+        journal.say(f"1 rollout has no score (1 raised), the first is train:0, sample 0: boom\n{TRACEBACK}")
+        order = order[:-1]
+    taken = clock.now - clock.began
     journal.append(
         BatchTaken(step=step, prompts=list(order), asked_s=asked, taken_s=taken, loaded_s=asked, busy_s=busy)
     )
@@ -161,8 +204,24 @@ def _write_step(journal, files, clock, step, fault, shape, texts):
     clock.now += 1.5
     times = {"time_s/rollout": max(busy) + 0.1, "time_s/judge": 0.4, "time_s/learn": 0.9, "time_s/publish": 0.2}
     metrics = fault.metrics(scores, rows.rows.num_loss_tokens and _lengths(rows.rows), signal) | times
-    digests = {"tokens": f"{fault.kind if fault.hot else ''}{step}"}
-    journal.append(StepDone(step=step, metrics=metrics, digests=digests, seconds=clock.now - began))
+    if fault.kind == "broken":
+        metrics |= {"reward/failed": 1.0, "reward/failed_raised": 1.0, "rollout/failed": 1.0}
+    learn_s = clock.now - 1.1
+    done = StepDone(
+        step=step,
+        metrics=metrics,
+        digests={"tokens": f"{fault.kind if fault.hot else ''}{step}"},
+        seconds=clock.now - began,
+        began_s=began,
+        begins={
+            "rollout": 0.0,
+            "judge": learn_s - 0.4 - began,
+            "learn": learn_s - began,
+            "publish": clock.now - 0.2 - began,
+        },
+        work={"actor": [[("train", learn_s, learn_s + 0.8, 0.8, 1)] for _ in range(NUM_RANKS)]},
+    )
+    journal.append(done)
     if step % 20 == 0:
         journal.append(Validated(step=step, metrics={"validation/score": fault.skill}))
 
@@ -195,24 +254,32 @@ def _rollouts(step, fault, shape, answers, scores):
         **fields,
         rollout_logprobs=sampled,
         versions=torch.full((size,), step - 1),
-        truncated=torch.zeros(size, dtype=torch.bool),
+        truncated=torch.tensor([fault.kind == "broken" and row == 1 for row in range(size)]),
     )
     by_group = torch.tensor(scores).view(prompts, group)
     advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-6)
     each = advantages.flatten().repeat_interleave(lengths) * mask
     drift = (0.3 if fault.hot else 0.01) * torch.randn(len(flat)) * mask
-    old = {"rollout_logprobs": sampled, "old_logprobs": sampled + drift, "reference_logprobs": None}
-    learned = ActorBatch(**fields, **old, advantages=each)
+    is_compared = step <= 2 or step % 32 == 1  # see `Actor.old_logprobs`
+    old = {"rollout_logprobs": sampled, "old_logprobs": sampled + drift if is_compared else None}
+    learned = ActorBatch(**fields, **old, reference_logprobs=None, advantages=each)
     rewards = torch.zeros(len(flat)).index_add(0, offsets[1:] - 1, torch.tensor(scores))
-    none = tuple({} for _ in answers)
-    scored = Scored(rows.scored(rewards), tuple(range(size)), (), none, tuple(None for _ in answers), Metrics())
+    kept, failures, replaced = list(range(size)), [], frozenset()
+    if fault.kind == "broken":
+        replaced = frozenset({step * prompts - 1})
+        kept = kept[1:]
+        failures = [RewardFailure("train:0", 0, 0, "raised", "boom", "Traceback: boom")]
+        learned = learned.rows(torch.arange(2, size - group))
+    batch, extras = rows.scored(rewards).rows(torch.tensor(kept)), tuple({} for _ in kept)
+    scored = Scored(batch, tuple(kept), tuple(failures), extras, tuple(None for _ in kept), Metrics())
     examples = [
         Example(f"train:{at}", "sums", (Message("user", f"What is {at % 7}+{at % 5}?"),), "", str(at % 7 + at % 5), {})
         for at in range(prompts)
         for _ in range(group)
     ]
     said = [_conversation(text) for text in answers] if fault.kind == "agent" else ()
-    found = StepRollouts(rows, scored, examples, answers, learned=learned, conversations=said)
+    found = StepRollouts(rows, scored, examples, answers, learned=learned, replaced=replaced, conversations=said)
+    found = dataclasses.replace(found, needs_advantage=fault.kind in ("broken", "impossible"))
     return found, float((by_group.std(1) == 0).double().mean())
 
 

@@ -332,7 +332,7 @@ def view(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8765,
-    key: Annotated[
+    api_key: Annotated[
         list[str] | None, typer.Option(envvar="RALLYPOINT_API_KEY", help="Whoever looks must have it: /?key=KEY.")
     ] = None,
     trace: Annotated[
@@ -351,23 +351,29 @@ def view(
     if trace is not None:
         write_trace(names or [], trace, out, otlp)
         return
-    try:
-        from rallypoint.page import RunReader, write_report
-        from rallypoint.page.app import PageServer
-    except ImportError as error:
-        raise ServingError(f"rally view {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
+    if out is not None or otlp is not None:
+        raise typer.BadParameter(
+            "they say where a trace goes: give its steps, --trace FIRST:LAST", param_hint="--out, --otlp"
+        )
+    from rallypoint.page import RunReader, write_report
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    runs, keys = RunReader.several(runs_of(names or [])), tuple(key or ())
+    runs, keys = RunReader.several(runs_of(names or [])), tuple(api_key or ())
     if export is not None:
         said = write_report(runs, Path(export))
         console.print(f"{export}: {Path(export).stat().st_size / 1e6:.1f} MB; {said}")
         return
+    try:
+        from rallypoint.page.app import PageServer
+    except ImportError as error:
+        raise ServingError(f"rally view {why_not(error, ('starlette', 'uvicorn'), 'serve')}") from None
     events: SimpleQueue[str] = SimpleQueue()  # unlike a lock, safe in a signal handler
     server = PageServer(runs, host=host, port=port, keys=keys, say=console.print, on_end=lambda: events.put("ended"))
     with server:
         _on_signals(lambda number: events.put(signal.Signals(number).name))
         console.print(f"{', '.join(run.name for run in runs)}: {server.url}{'?key=KEY' if keys else ''}  (Ctrl-C ends)")
-        events.get()
+        if events.get() == "ended":
+            raise ServingError("the server has ended by itself; what is printed above says why")
 
 
 def _printable(text: str) -> str:

@@ -35,7 +35,7 @@ from rallypoint.journal.events import (
     WeightsPublished,
     Work,
 )
-from rallypoint.journal.log import Entry, Journal, JournalTail, Reader, read_journal
+from rallypoint.journal.log import Entry, Journal, JournalTail, Later, Reader, read_journal
 from rallypoint.journal.state import RunState, fold
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "InputsRead",
     "Journal",
     "JournalTail",
+    "Later",
     "Launched",
     "Level",
     "Reader",

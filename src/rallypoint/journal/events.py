@@ -178,6 +178,8 @@ class RolesStarted:
     metrics: Mapping[str, float]
     processes: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict[str, Sequence[str]])
     """Role -> number and node of the process of each rank: `4711@node`."""
+    planned_gib: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Role -> memory that the plan gives to one of its processes; empty if the plan does not know."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,20 @@ class Journal:
         return _parse(self.path, whole[-1])[0].number, _hash(whole[-1])
 
 
-_HEAD = re.compile(rb'\{"n": (\d+), "time": [^,]+, "before": "(\w*)", "kind": "(\w+)"')
+_HEAD = re.compile(
+    rb'\{"n": (\d+), "time": [^,]+, "before": "(\w*)", "kind": "(\w+)"'
+    rb'(?:, "prompt": (\d+), "validation": (?:(null)|\d+))?'
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Later:
+    """A line that is read later, see `JournalTail`."""
+
+    place: int
+    """Byte of the file at which it begins."""
+    prompt: int | None
+    """Index in the run of the prompt that it is about; None if it is about none, or of a validation."""
 
 
 class JournalTail:
@@ -208,13 +221,13 @@ class JournalTail:
 
         Args:
             path: of the journal, which may not be there yet.
-            later: names of kinds that are many: `read` yields where their lines begin, and `at` reads one.
+            later: names of kinds that are many: `read` yields where their lines stand, and `at` reads one.
         """
         self.path, self._later = path, frozenset(kind.encode() for kind in later)
         self._offset, self._number, self._before = 0, 0, _FIRST
 
-    def read(self) -> Iterator[Entry | int]:
-        """Yield entries, and bytes of the file at which lines of the kinds begin that are read later.
+    def read(self) -> Iterator[Entry | Later]:
+        """Yield entries, and where lines of the kinds stand that are read later.
 
         Raises:
             RunFolderError: a line is damaged, missing, or of a version of rallypoint that writes other events.
@@ -227,7 +240,8 @@ class JournalTail:
         for line in lines:
             head = _HEAD.match(line) if self._later else None
             if head is not None and head[3] in self._later:
-                number, expected, found = int(head[1]), head[2].decode(), self._offset
+                number, expected = int(head[1]), head[2].decode()
+                found = Later(self._offset, int(head[4]) if head[5] else None)
             else:
                 found, expected = _parse(self.path, line, self._number + 1)
                 number = found.number

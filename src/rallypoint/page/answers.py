@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from rallypoint.errors import EndpointError
-from rallypoint.page import panels, rollout_tables
-from rallypoint.page.run_reader import RunReader
+from rallypoint.page import panels, rollout_tables, timing, tokens
+from rallypoint.page.run_reader import RunReader, Snapshot
 from rallypoint.run.rollouts import Kind
 
 Asked: TypeAlias = Mapping[str, str]
-Panel: TypeAlias = Callable[[RunReader, Asked], dict[str, Any]]
+Panel: TypeAlias = Callable[[Snapshot, Asked], dict[str, Any]]
 
 STATIC = Path(str(files("rallypoint.page"))) / "static"
 """Files of the page."""
@@ -36,7 +36,7 @@ def _number(asked: Asked, name: str, default: int | None = None) -> int:
         raise EndpointError(400, f"{name}: expected a whole number, found {text[:40]!r}") from None
 
 
-def _table(run: RunReader, asked: Asked) -> dict[str, Any]:
+def _table(run: Snapshot, asked: Asked) -> dict[str, Any]:
     return rollout_tables.table(
         run,
         _number(asked, "step"),
@@ -54,11 +54,12 @@ PANELS: Mapping[str, Panel] = {
     "series": lambda run, asked: panels.series(
         run, [name for name in asked.get("names", "").split(",") if name], _number(asked, "points", 2000)
     ),
+    "values": lambda run, asked: panels.values(run, _number(asked, "step")),
     "spread": lambda run, _: rollout_tables.spread(run),
     "health": lambda run, _: panels.health_in_words(run),
     "troubles": lambda run, _: panels.known_troubles(run),
-    "time": lambda run, _: panels.time_spent(run),
-    "timeline": lambda run, asked: panels.timeline(run, _number(asked, "step")),
+    "time": lambda run, _: timing.time_spent(run),
+    "timeline": lambda run, asked: timing.timeline(run, _number(asked, "step")),
     "broke": lambda run, _: panels.what_broke(run),
     "batch": lambda run, _: panels.batch_arithmetic(run),
     "provenance": lambda run, _: panels.provenance(run),
@@ -66,9 +67,7 @@ PANELS: Mapping[str, Panel] = {
     "group": lambda run, asked: rollout_tables.group(
         run, _number(asked, "step"), _number(asked, "prompt"), _kind(asked)
     ),
-    "rollout": lambda run, asked: rollout_tables.one(
-        run, _number(asked, "step"), _number(asked, "place"), _kind(asked)
-    ),
+    "rollout": lambda run, asked: tokens.rollout(run, _number(asked, "step"), _number(asked, "place"), _kind(asked)),
     "prompt": lambda run, asked: rollout_tables.followed(run, asked.get("name", "")),
 }
 """What the page asks for of a run, by name."""
@@ -90,10 +89,24 @@ def answer(runs: Sequence[RunReader], name: str, asked: Asked) -> dict[str, Any]
     if name == "compare":
         if (other := readers.get(asked.get("with", ""))) is None:
             raise EndpointError(404, f"with: expected one of {', '.join(readers)}")
-        return panels.compare(run, other)
+        return panels.compare(run.now(), other.now())
     if name not in PANELS:
         raise EndpointError(404, f"no such panel; there are {', '.join((*PANELS, 'runs', 'compare'))}")
-    return PANELS[name](run, asked)
+    return PANELS[name](run.now(), asked)
+
+
+def answer_or_why(runs: Sequence[RunReader], name: str, asked: Asked) -> dict[str, Any]:
+    """Return what a panel shows; of one that fails, as over a damaged file, `error`: it costs that panel alone.
+
+    Raises:
+        EndpointError: see `answer`.
+    """
+    try:
+        return answer(runs, name, asked)
+    except EndpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file, or a library that reads it, raises
+        return {"error": str(error) or type(error).__name__}
 
 
 def to_json(value: object) -> str:

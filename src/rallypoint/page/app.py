@@ -8,6 +8,7 @@ Whatever comes from a run is data: it leaves here as JSON alone, and the page ma
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 from urllib.parse import quote, unquote
@@ -22,9 +23,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rallypoint.errors import EndpointError, RallyError
 from rallypoint.observability.exposition import exposition
-from rallypoint.page.answers import STATIC, answer, to_json
+from rallypoint.page.answers import STATIC, answer_or_why, to_json
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.metrics_log import STEP
 from rallypoint.run.rollouts import rollout_files
@@ -49,14 +49,14 @@ class _Guard:
         headers = MutableHeaders(raw=list(scope["headers"]))
         key = cookie_parser(headers.get("cookie", "")).get(_COOKIE, "")
         request, app = Request(scope), self._app
-        if given := request.query_params.get("key", ""):
-            key = given
+        given = request.query_params.get("key", "")
+        key = (given or unquote(key)).encode("ascii", "backslashreplace").decode()  # no header has others
         if key and "authorization" not in headers:
-            headers["authorization"] = f"Bearer {unquote(key)}"
+            headers["authorization"] = f"Bearer {key}"
         refusal = self._access.refusal(Headers(raw=headers.raw), f"{scope['path']} ")  # no path is for all
         if refusal is not None:
             app = Response(to_json({"error": str(refusal)}), refusal.status, media_type="application/json")
-        elif given and self._access.keys:
+        elif given and self._access.keys and scope["path"] == "/":
             app = RedirectResponse("/", 303)
             app.set_cookie(_COOKIE, quote(given), httponly=True, samesite="strict")
 
@@ -72,13 +72,15 @@ class _Guard:
         await app(scope, receive, answered)
 
 
-def make_page(runs: Sequence[RunReader], access: Access) -> Starlette:
+def make_page(runs: Sequence[RunReader], access: Access, is_over: threading.Event | None = None) -> Starlette:
     """Return the application.
 
     Args:
         runs: at least one; the first is shown first.
         access: who may look.
+        is_over: set when streams of news are to end.
     """
+    is_over = is_over or threading.Event()
 
     async def page(request: Request) -> Response:
         del request
@@ -86,23 +88,16 @@ def make_page(runs: Sequence[RunReader], access: Access) -> Starlette:
 
     async def panel(request: Request) -> Response:
         asked, name = dict(request.query_params), request.path_params["name"]
-        try:
-            found = await run_in_threadpool(answer, runs, name, asked)
-        except EndpointError:
-            raise
-        except (RallyError, OSError, ValueError, KeyError, TypeError) as error:
-            # A damaged file costs its panel, which says so.
-            return Response(to_json({"error": str(error) or type(error).__name__}), media_type="application/json")
-        return Response(await run_in_threadpool(to_json, found), media_type="application/json")
+        text = await run_in_threadpool(lambda: to_json(answer_or_why(runs, name, asked)))
+        return Response(text, media_type="application/json")
 
     async def live(request: Request) -> Response:
         del request
-        return StreamingResponse(_changes(runs), media_type="text/event-stream")
+        return StreamingResponse(_changes(runs, is_over), media_type="text/event-stream")
 
     def measured() -> str:
         found = dict[str, tuple[int, dict[str, float]]]()
-        for run in runs:
-            run.refresh()
+        for run in (reader.now() for reader in runs):
             newest = {name: value for metrics in run.steps.values() for name, value in metrics.items() if name != STEP}
             found[run.name] = run.state.step, newest
         return exposition(found)
@@ -147,26 +142,26 @@ class PageServer:
         bound = bind(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}/"
         access = Access(keys=keys, hosts=tuple(dict.fromkeys((*LOOPBACK, host))), max_body_bytes=2**16)
-        self._server = Server(make_page(runs, access), bound, grace_s=0.0, on_end=on_end, say=say)
+        self._is_over = threading.Event()
+        self._server = Server(make_page(runs, access, self._is_over), bound, grace_s=0.0, on_end=on_end, say=say)
 
     def __enter__(self) -> Self:
         self._server.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over.set()
         self._server.stop(lambda: None)
 
 
-async def _changes(runs: Sequence[RunReader]) -> AsyncIterator[str]:
+async def _changes(runs: Sequence[RunReader], is_over: threading.Event) -> AsyncIterator[str]:
     """Yield an event for each run that has changed, with its newest step, and now and then a sign of life."""
     seen: dict[str, object] = {}
     quiet = 0
-    while True:
+    while not is_over.is_set():
         quiet += 1
         for run in runs:
-            await run_in_threadpool(run.refresh)
-            now = {"run": run.name, "version": run.version, "step": run.state.step, "rollouts": _newest(run)}
-            now["running"] = await run_in_threadpool(lambda one=run: one.is_running)
+            now = await run_in_threadpool(_news, run)
             if seen.get(run.name) != now:
                 seen[run.name], quiet = now, 0
                 yield f"data: {to_json(now)}\n\n"
@@ -176,5 +171,7 @@ async def _changes(runs: Sequence[RunReader]) -> AsyncIterator[str]:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _newest(run: RunReader) -> int:
-    return max(rollout_files(run.folder.path), default=0)
+def _news(run: RunReader) -> dict[str, object]:
+    now = run.now()
+    newest = max(rollout_files(now.folder.path), default=0)
+    return {"run": run.name, "version": now.version, "rollouts": newest, "running": now.is_running}

@@ -7,44 +7,33 @@ that the terminal uses as well.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-import statistics
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
 
 from rallypoint import checkpoint
-from rallypoint.config import RunConfig, values_of
-from rallypoint.errors import RallyError
+from rallypoint.config import RECIPES, RunConfig, values_of
+from rallypoint.errors import RunFolderError
 from rallypoint.journal import (
-    BatchTaken,
     Entry,
     RoleLost,
     RolesRestarted,
-    RolesStarted,
     RolloutFailed,
     RunBegan,
     RunEnded,
     Said,
-    read_journal,
 )
 from rallypoint.observability.health import rules
-from rallypoint.observability.spans import TIME_PREFIX, top_level
-from rallypoint.page.run_reader import RunReader
-from rallypoint.prepare.machine import look_around, plan_on
+from rallypoint.page.run_reader import Snapshot
+from rallypoint.page.timing import JSON, MOST_NOTES, six_digits, spans
+from rallypoint.prepare.plan import make_plan
 from rallypoint.run.comparison import compare_runs
 from rallypoint.run.metrics_log import TIME
-from rallypoint.run.reports import MEMORY, REWARD, TOKENS_SAMPLED, TOKENS_TRAINED, VALIDATION, nested
+from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED, nested
 from rallypoint.run.rollouts import rollout_files
-from rallypoint.run.troubles import troubles_of
-from rallypoint.run.waste import account
-
-JSON: TypeAlias = dict[str, Any]
-_MOST_NOTES = 200
-_STRAGGLES = 1.5
-"""A rank that samples so many times as long as the median rank is named."""
-
 
 _SIGNALS = {
     "actor/without_signal": "learning signal",
@@ -74,218 +63,139 @@ _WITHOUT_RULE = {
 """Numbers without thresholds that belong to a run's health: what they are about, and what they mean."""
 
 
-def summary(run: RunReader) -> JSON:
-    """Return what the page opens with: state, steps, metrics that there are, and the newest of them."""
+def summary(run: Snapshot) -> JSON:
+    """Return what the page opens with: state, steps, and which metrics there are."""
     state, config = run.state, run.config
-    names = list(dict.fromkeys(name for metrics in run.steps.values() for name in metrics))
     is_running = run.is_running
     how = "running" if is_running else "killed" if state.ended is None else state.ended.how
+    watched, validated = (REWARD, "reward"), "score"
+    if config is not None:
+        watched, validated = config.watched[0], RECIPES[config.recipe].validated
     return {
         "name": run.name,
+        "version": run.version,
         "state": "damaged" if run.damage else "not begun" if state.began is None and not is_running else how,
         "why": run.damage or (state.ended.why.partition("\n")[0] if state.ended else ""),
         "recipe": "" if config is None else config.recipe,
         "num_steps": 0 if config is None else config.trainer.num_steps,
         "step": state.step,
-        "steps": list(state.steps),
-        "metrics": names,
-        "watched": [] if config is None else [list(pair) for pair in config.watched],
+        "steps": sorted(state.steps),
+        "metrics": list(dict.fromkeys(name for metrics in run.steps.values() for name in metrics)),
+        "headline": list(watched),
+        "validation": f"validation/{validated}",
         "rollouts": {kind: list(rollout_files(run.folder.path, kind)) for kind in ("step", "validation")},
         "seconds": max((metrics.get(TIME, 0.0) for metrics in run.steps.values()), default=0.0),
-        "last": run.steps.get(state.step, {}),
-        "best": _best(run),
+        "best": _best(run, f"validation/{validated}", -1.0 if validated == "loss" else 1.0) or _best(run, REWARD),
     }
 
 
-def _best(run: RunReader) -> JSON | None:
-    for name in (VALIDATION, REWARD):
-        scores = {step: one[name] for step, one in run.steps.items() if math.isfinite(one.get(name, math.nan))}
-        if scores:
-            step = max(scores, key=scores.__getitem__)
-            return {"step": step, "score": scores[step], "name": name}
-    return None
+def _best(run: Snapshot, name: str, sign: float = 1.0) -> JSON | None:
+    scores = {step: one[name] for step, one in run.steps.items() if math.isfinite(one.get(name, math.nan))}
+    if not scores:
+        return None
+    step = max(scores, key=lambda step: sign * scores[step])
+    return {"step": step, "score": scores[step], "name": name}
 
 
-def series(run: RunReader, names: Sequence[str], max_points: int = 2000) -> JSON:
-    """Return metrics by step as columns.
+def values(run: Snapshot, step: int) -> JSON:
+    """Return all that was measured in a step, exactly, and the newest validation until then."""
+    validations = [done for done in run.state.validations if done <= step]
+    newest = run.steps.get(max(validations), {}) if validations else {}
+    return {
+        "step": step,
+        "metrics": dict(run.steps.get(step, {})),
+        "validation": {name: value for name, value in newest.items() if name.startswith("validation/")},
+    }
+
+
+def series(run: Snapshot, names: Sequence[str], max_points: int = 2000) -> JSON:
+    """Return the curve of each metric: its steps, and its values in six digits.
 
     Args:
         run: the run.
         names: of the metrics; none for all.
-        max_points: most steps; of more, each span of steps gives its lowest and its highest value, in their order.
+        max_points: most points of a curve; of more, each span of steps gives its lowest and its highest value, each at
+            its own step. Validations are never thinned.
     """
-    steps = list(run.steps)
     wanted = names or list(dict.fromkeys(name for metrics in run.steps.values() for name in metrics))
-    columns = {name: [run.steps[step].get(name) for step in steps] for name in wanted}
-    if len(steps) <= max_points:
-        return {"steps": steps, "columns": columns}
-    width = math.ceil(len(steps) / max(1, max_points // 2))
-    spans = [range(first, min(first + width, len(steps))) for first in range(0, len(steps), width)]
-    ends = [steps[place] for span in spans for place in (span[0], span[-1])]
-    return {"steps": ends, "columns": {name: _extremes(column, spans) for name, column in columns.items()}}
+    curves = dict[str, list[list[float | None]]]()
+    for name in wanted:
+        points = [(step, metrics[name]) for step, metrics in run.steps.items() if name in metrics]
+        few = points if name.startswith("validation/") else thinned(points, max_points)
+        curves[name] = [[step for step, _ in few], [six_digits(value) for _, value in few]]
+    return {"curves": curves}
 
 
-def _extremes(column: Sequence[float | None], spans: Sequence[range]) -> list[float | None]:
-    """Return the lowest and the highest value of each span, the earlier of them first.
+def thinned(points: Sequence[tuple[int, float]], most: int) -> Sequence[tuple[int, float]]:
+    """Return the lowest and the highest point of each span of steps; all points if they are few.
 
-    >>> _extremes([1.0, 5.0, 0.0, None, None, None], [range(0, 3), range(3, 6)])
-    [5.0, 0.0, None, None]
+    >>> thinned([(1, 5.0), (2, 7.0), (3, 6.0), (4, math.nan), (5, 1.0), (6, 2.0)], 4)
+    [(1, 5.0), (2, 7.0), (5, 1.0), (6, 2.0)]
     """
-    found = list[float | None]()
-    for span in spans:
-        there = [(value, place) for place in span if (value := column[place]) is not None and math.isfinite(value)]
-        pair = sorted((min(there)[::-1], max(there)[::-1])) if there else [(0, None), (0, None)]
-        found += [value for _, value in pair]
+    if len(points) <= most:
+        return points
+    found = list[tuple[int, float]]()
+    for span in spans(len(points), most // 2):
+        there = [point for point in points[span.start : span.stop] if math.isfinite(point[1])] or points[span.start :][
+            :1
+        ]
+        found += sorted({min(there, key=lambda point: point[1]), max(there, key=lambda point: point[1])})
     return found
 
 
-def health_in_words(run: RunReader) -> JSON:
+def health_in_words(run: Snapshot) -> JSON:
     """Return each rule with its threshold, advice and reason, and the steps at which it was watched or bad."""
     found: dict[str, JSON] = {}
+    measured = {name for metrics in run.steps.values() for name in metrics}
     for name, (signal, reason) in _WITHOUT_RULE.items():
-        if any(name in metrics for metrics in run.steps.values()):
-            found[name] = {
-                "name": name,
-                "words": signal,
-                "signal": signal,
-                "reason": reason,
-                "advice": "",
-                "levels": {},
-            }
+        if name in measured:
+            found[name] = {"name": name, "words": signal, "signal": signal, "reason": reason, "advice": ""}
     for rule in rules():
-        if any(rule.name in metrics for metrics in run.steps.values()):
-            found[rule.name] = dataclasses.asdict(rule) | {"levels": {}, "signal": _SIGNALS.get(rule.name, rule.name)}
-            found[rule.name]["thresholds"] = list(rule.above or rule.below or ())
-            found[rule.name]["worse"] = "above" if rule.above else "below"
+        if rule.name in measured:
+            thresholds, worse = rule.above or rule.below or (), "above" if rule.above else "below"
+            told = {name: getattr(rule, name) for name in ("name", "words", "advice", "reason")}
+            signal = _SIGNALS.get(rule.name, rule.name)
+            found[rule.words] = {**told, "signal": signal, "thresholds": list(thresholds), "worse": worse}
+    levels: dict[str, list[tuple[int, str]]] = {words: [] for words in found}
     for step, findings in run.findings.items():
         for one in findings:
-            if one.name and one.name not in found:
-                found[one.name] = {"name": one.name, "words": one.words, "advice": one.advice, "levels": {}}
             if one.name:
-                found[one.name]["levels"][str(step)] = one.level
-    for rule in found.values():
-        for excuse in ("unless_reward", "unless_taught", "above", "below"):
-            rule.pop(excuse, None)
-    return {"rules": list(found.values())}
+                # What is no number is not beyond a threshold: it has words and advice of its own.
+                found.setdefault(one.words, {"name": one.name, "words": one.words, "advice": one.advice})
+                levels.setdefault(one.words, []).append((step, one.level))
+    return {"rules": [rule | {"key": key, "levels": _in_a_row(levels[key])} for key, rule in found.items()]}
 
 
-def known_troubles(run: RunReader) -> JSON:
+def _in_a_row(levels: Sequence[tuple[int, str]]) -> list[tuple[int, int, str]]:
+    """Return first step, last step and level of steps in a row with the same level.
+
+    >>> _in_a_row([(1, "bad"), (2, "bad"), (3, "watch"), (5, "watch")])
+    [(1, 2, 'bad'), (3, 3, 'watch'), (5, 5, 'watch')]
+    """
+    rows = itertools.groupby(enumerate(levels), key=lambda one: (one[1][0] - one[0], one[1][1]))
+    found = ([step for _, (step, _) in row] for _, row in rows)
+    named = dict(levels)
+    return [(steps[0], steps[-1], named[steps[0]]) for steps in found]
+
+
+def known_troubles(run: Snapshot) -> JSON:
     """Return what `rally doctor RUN` finds: troubles that lasted, each with its evidence."""
-    return {"troubles": [dataclasses.asdict(one) for one in troubles_of(run.folder.path)]}
+    return {"troubles": [dataclasses.asdict(one) for one in run.troubles]}
 
 
-def time_spent(run: RunReader) -> JSON:
-    """Return seconds by phase and step, ranks that are slower than others, memory beside its plan, and the waste."""
-    steps, stragglers = list(run.state.steps), list[JSON]()
-    seconds = {step: _phases(run.steps[step]) for step in steps}
-    phases = list(dict.fromkeys(name for of_step in seconds.values() for name in of_step))
-    busy = {entry.event.step: entry.event.busy_s for entry in run.entries if isinstance(entry.event, BatchTaken)}
-    for step, each in busy.items():
-        middle = statistics.median(each) if len(each) > 1 else 0.0
-        if each and middle and max(each) > _STRAGGLES * middle:
-            rank = max(range(len(each)), key=each.__getitem__)
-            stragglers.append({"step": step, "rank": rank, "seconds": each[rank], "median": middle})
-    counts = Counter(one["rank"] for one in stragglers)
-    whole = {step: run.state.steps[step].seconds for step in steps}
-    return {
-        "steps": steps,
-        "phases": {name: [seconds[step].get(name) for step in steps] for name in phases},
-        "other": [max(0.0, whole[step] - sum(seconds[step].values())) for step in steps],
-        "tokens_per_s": [_tokens(run.steps[step]) / whole[step] if whole[step] else None for step in steps],
-        "ranks": len(max(busy.values(), key=len, default=())),
-        "stragglers": stragglers[-_MOST_NOTES:],
-        "slow_ranks": [{"rank": rank, "steps": num, "of": len(busy)} for rank, num in counts.most_common(8)],
-        "processes": _processes(run),
-        "memory": _memory(run),
-        "waste": _waste(run),
-    }
+_LEFT_OUT = re.compile(r"^(?:left out: )?\d+ rollouts? (failed|ha(?:s|ve) no score) \(([^)]*)\)")
+"""How a message begins that says which rollouts are left out, with the kinds."""
 
 
-def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    names = {name.removeprefix(TIME_PREFIX): value for name, value in metrics.items() if name.startswith(TIME_PREFIX)}
-    return {name: value for name, value in top_level(names).items() if name not in {"start", "validate", "checkpoint"}}
-
-
-def _tokens(metrics: Mapping[str, float]) -> float:
-    return metrics.get(TOKENS_SAMPLED, metrics.get(TOKENS_TRAINED, 0.0))
-
-
-def _processes(run: RunReader) -> Mapping[str, Sequence[str]]:
-    found: dict[str, Sequence[str]] = {}
-    for entry in run.entries:
-        if isinstance(entry.event, RolesStarted | RolesRestarted):
-            found |= entry.event.processes
-    return found
-
-
-def _memory(run: RunReader) -> list[JSON]:
-    """Return the peak of each role in GiB, and what the plan said."""
-    peaks: dict[str, float] = {}
-    for metrics in run.steps.values():
-        for name in (name for name in metrics if name.endswith(MEMORY)):
-            role = name.removesuffix(MEMORY)
-            peaks[role] = max(peaks.get(role, 0.0), metrics[name])
-    planned: dict[str, float] = {}
-    if (config := run.config) is not None:
-        try:
-            plan = plan_on(config, look_around(config))
-            planned = {memory.role: plan.awake_memory(memory.role) / 2**30 for memory in plan.memory}
-        except (RallyError, OSError):  # its model is not on this machine
-            planned = {}
-    return [{"role": role, "peak": peak, "planned": planned.get(role)} for role, peak in peaks.items()]
-
-
-def _waste(run: RunReader) -> JSON:
-    try:
-        found = account(read_journal(run.folder.journal))
-    except (RallyError, OSError) as error:
-        return {"error": str(error)}
-    return {
-        "seconds": found.seconds,
-        "tokens": found.tokens,
-        "wastes": [dataclasses.asdict(waste) for waste in found.wastes],
-        "seconds_wasted": found.seconds_wasted,
-        "tokens_wasted": found.tokens_wasted,
-    }
-
-
-def timeline(run: RunReader, step: int) -> JSON:
-    """Return the bars of a step on one axis, in seconds since it began: the driver's phases, and each rank's groups."""
-    done, taken = run.state.steps.get(step), run.taken(step)
-    lanes: dict[str, list[JSON]] = {"driver": []}
-    if done is None:
-        return {"step": step, "lanes": [], "seconds": 0.0}
-    at = 0.0
-    for name, seconds in _phases(done.metrics).items():
-        lanes["driver"].append({"name": name, "from": at, "to": at + seconds})
-        at += seconds
-    if taken is not None:
-        # The start's clock counts from its beginning: the step began when its batch was asked for.
-        for group in sorted(run.groups(step), key=lambda one: one.admitted_s):
-            lanes.setdefault(f"rollout {group.rank}", []).append(
-                {
-                    "name": f"prompt {group.prompt}",
-                    "from": group.admitted_s - taken.asked_s,
-                    "to": group.sampled_s - taken.asked_s,
-                    "scored": group.scored_s - taken.asked_s,
-                }
-            )
-    ordered = sorted(lanes, key=lambda name: (name != "driver", len(name), name))
-    return {"step": step, "seconds": done.seconds, "lanes": [{"name": name, "bars": lanes[name]} for name in ordered]}
-
-
-def what_broke(run: RunReader) -> JSON:
-    """Return starts and how they ended, lost processes, failed rollouts by kind with a first one, and messages."""
-    starts, failed, notes, lost = list[JSON](), dict[str, JSON](), list[JSON](), list[JSON]()
+def what_broke(run: Snapshot) -> JSON:
+    """Return starts and how they ended, lost processes, what failed by kind with the first message, and messages."""
+    starts, notes, lost = list[JSON](), list[JSON](), list[JSON]()
     for entry in run.entries:
         match entry.event:
             case RunBegan(first=first):
-                starts.append({"time": entry.time_s, "first": first, "how": "killed", "why": "", "until": entry.time_s})
+                starts.append({"time": entry.time_s, "first": first, "how": "killed", "why": ""})
             case RunEnded(how=how, why=why) if starts:
                 starts[-1] |= {"how": how, "why": why}
-            case RolloutFailed(why=why) as event:
-                first = {"prompt": event.prompt, "sample": event.sample, "reason": event.reason}
-                failed.setdefault(why, {"why": why, "num": 0, **first})["num"] += 1
             case RoleLost() | RolesRestarted():
                 lost.append({"time": entry.time_s, "kind": type(entry.event).__name__, **_plain_fields(entry)})
             case Said(text=text, level="note"):
@@ -296,7 +206,6 @@ def what_broke(run: RunReader) -> JSON:
             starts[-1]["until"] = entry.time_s
     if starts and starts[-1]["how"] == "killed" and run.is_running:
         starts[-1]["how"] = "running"
-    unscored = {name: sum(one.get(name, 0.0) for one in run.steps.values()) for name in _failures(run)}
     folder = run.folder.checkpoints
     kept = {checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder)}
     aside = [one.name for one in folder.iterdir() if one.name not in kept] if folder.is_dir() else []
@@ -304,16 +213,29 @@ def what_broke(run: RunReader) -> JSON:
         "damage": run.damage,
         "starts": starts,
         "lost": lost,
-        "failed": list(failed.values()),
-        "unscored": {name: num for name, num in unscored.items() if num},
-        "notes": notes[-_MOST_NOTES:],
-        "checkpoints": sorted(kept),
+        "failed": _failures(run, [one["text"] for one in notes]),
+        "notes": notes[-MOST_NOTES:],
         "aside": sorted(aside),
     }
 
 
-def _failures(run: RunReader) -> list[str]:
-    return sorted({name for one in run.steps.values() for name in one if name.startswith("reward/failed")})
+def _failures(run: Snapshot, notes: Sequence[str]) -> list[JSON]:
+    """Return what is left out, by kind: how many, the step in which it was first, and the first message about it."""
+    nums = Counter(("rollout", one.event.why) for one in run.entries if isinstance(one.event, RolloutFailed))
+    first, said = dict[tuple[str, str], int](), dict[tuple[str, str], str]()
+    for step, metrics in run.steps.items():
+        for name in [name for name, num in metrics.items() if name.startswith("reward/failed_") and num]:
+            kind = ("score", name.removeprefix("reward/failed_"))
+            nums[kind] += int(metrics[name])
+            first.setdefault(kind, step)
+        if metrics.get("rollout/failed"):
+            first |= {kind: step for kind in nums if kind[0] == "rollout" and kind not in first}
+    for text in notes:
+        if found := _LEFT_OUT.match(text):
+            for kind in found[2].split(", "):
+                said.setdefault(("rollout" if found[1] == "failed" else "score", kind.partition(" ")[2]), text)
+    told = sorted(nums | dict.fromkeys(said.keys() - nums.keys(), 0))
+    return [{"what": k[0], "kind": k[1], "num": nums[k], "step": first.get(k), "said": said.get(k, "")} for k in told]
 
 
 def _plain_fields(entry: Entry) -> JSON:
@@ -321,12 +243,12 @@ def _plain_fields(entry: Entry) -> JSON:
     return {name: value for name, value in fields.items() if name != "processes"}
 
 
-def batch_arithmetic(run: RunReader) -> JSON:
+def batch_arithmetic(run: Snapshot) -> JSON:
     """Return how prompts become rows, mini-batches and micro-batches over ranks."""
     config = run.config
     if config is None:
         return {"error": "the config of the run cannot be read by this version of rallypoint"}
-    plan = plan_on(config, look_around(config))
+    plan = make_plan(config)
     last = run.steps.get(run.state.step, {})
     return {
         "num_prompts": plan.num_prompts,
@@ -353,7 +275,7 @@ def batch_arithmetic(run: RunReader) -> JSON:
     }
 
 
-def provenance(run: RunReader) -> JSON:
+def provenance(run: Snapshot) -> JSON:
     """Return config against defaults, versions, machine, files and digests of weights."""
     state, began = run.state, run.state.began
     if began is None:
@@ -381,7 +303,13 @@ def _defaults(config: Mapping[str, object]) -> dict[str, object]:
     return dict(values_of(RunConfig.model_validate(nested(names))))
 
 
-def compare(one: RunReader, other: RunReader) -> JSON:
-    """Return what two runs differ in, and the first event that does."""
-    found = compare_runs(one.folder.path, other.folder.path)
+def compare(one: Snapshot, other: Snapshot) -> JSON:
+    """Return what two runs differ in, and the first event that does.
+
+    Raises:
+        RunFolderError: one has not begun.
+    """
+    if late := [run.name for run in (one, other) if run.state.began is None]:
+        raise RunFolderError(f"{', '.join(late)} has not begun: there is nothing to compare yet")
+    found = compare_runs(one.folder.path, other.folder.path, (one.state, other.state))
     return dataclasses.asdict(found) | {"names": [one.name, other.name]}

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
-from rallypoint.errors import RallyError
-from rallypoint.page.answers import PANELS, STATIC, answer, to_json
+from rallypoint.page.answers import PANELS, STATIC, answer_or_why, to_json
+from rallypoint.page.rollout_tables import FILTERS
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.rollouts import rollout_files
 
@@ -27,14 +27,17 @@ MAX_BYTES = 5 * 10**6
 _MODULES = ("dom.js", "source.js", "charts.js", "rollouts.js", "panels.js", "page.js")
 _MOST_POINTS = 1000
 _ROWS, _MOST_STEPS = 48, 24
-_WHOLE = 6
+_WHOLE = 8
 """Rollouts of a step that are in the file token by token."""
+_OF_STEPS = {"values", "timeline", "rollouts", "group", "rollout", "prompt"}
+_OF_RUNS = ("summary", "series", *(name for name in PANELS if name not in {"summary", "series", *_OF_STEPS}))
 
 
 def write_report(runs: Sequence[RunReader], file: Path) -> str:
     """Write the page of runs into one file, whole or not at all; return a line on what of the rollouts is in it."""
-    data, said = _gather(runs)
+    data, said = _Gathered(runs).all()
     text = page_with(data)
+    assert len(text.encode()) <= MAX_BYTES, "what has no room is left out"
     part = file.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
@@ -46,7 +49,7 @@ def page_with(data: Mapping[str, object]) -> str:
     script, style = script_text(), (STATIC / "vendor/uPlot.min.css").read_text() + (STATIC / "page.css").read_text()
     sources = " ".join(f"{kind} '{_digest(text)}';" for kind, text in (("script-src", script), ("style-src", style)))
     policy = f"default-src 'none'; {sources} img-src data:; base-uri 'none'; form-action 'none'"
-    block = to_json(data).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    block = _escaped(data)
     html = (STATIC / "index.html").read_text(encoding="utf-8")
     html = re.sub(r"\s*<link rel=\"stylesheet\"[^>]*>", "", html)
     html = re.sub(r"\s*<script type=\"module\"[^>]*></script>", "", html)
@@ -74,60 +77,92 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _gather(runs: Sequence[RunReader]) -> tuple[dict[str, Any], str]:
-    """Return the answers to what the page will ask, as many rollouts among them as there is room for."""
-    found: dict[str, Any] = {"runs": answer(runs, "runs", {})}
+def _escaped(value: object) -> str:
+    """Write JSON that no browser takes for the end of the block that it stands in."""
+    return to_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
-    def ask(name: str, **asked: object) -> int:
-        """Add an answer; return its size."""
+
+class _Gathered:
+    """The answers to what the page will ask, as many as there is room for."""
+
+    def __init__(self, runs: Sequence[RunReader]) -> None:
+        self._runs, self._found = runs, dict[str, Any]()
+        self._left = MAX_BYTES - len(page_with({}).encode()) - 20_000
+        self._kept: dict[str, list[int]] = {run.name: [] for run in runs}
+
+    def all(self) -> tuple[dict[str, Any], str]:
+        """Return the answers, and a line on what of the rollouts is among them."""
+        self._add(self._ask("runs"))
+        for name in _OF_RUNS:
+            for run in self._runs:
+                points = {"points": _MOST_POINTS} if name == "series" else {}
+                self._add(self._ask(name, run=run.name, **points))
+        for run, other in itertools.combinations(self._runs, 2):
+            self._add(self._ask("compare", run=run.name, **{"with": other.name}))
+        for run, step in _in_turn(self._runs):
+            if self._fits(answers := self._of_step(run, step)):
+                self._add(answers)
+                self._kept[run.name].append(step)
+        said = {
+            run.name: f"rollouts of {len(self._kept[run.name])} of {len(rollout_files(run.folder.path))} steps"
+            for run in self._runs
+        }
+        self._found["report"] = {"steps": {name: sorted(steps) for name, steps in self._kept.items()}, "said": said}
+        return self._found, "; ".join(f"{name}: {text}" for name, text in said.items())
+
+    def _ask(self, name: str, **asked: object) -> dict[str, Any]:
+        """Return an answer by its question, as `source.js` asks it."""
         words = {key: str(value) for key, value in sorted(asked.items())}
-        key = f"{name}?{urlencode(words)}"
-        try:
-            found[key] = answer(runs, name, words)
-        except (RallyError, OSError, ValueError, KeyError, TypeError) as error:
-            found[key] = {"error": str(error)}
-        return len(to_json(found[key]).encode())
+        return {to_json([name, *map(list, words.items())]): answer_or_why(self._runs, name, words)}
 
-    size = len(script_text()) + 40_000
-    for run in runs:
-        for name in PANELS:
-            if name in {"summary", "spread", "health", "troubles", "time", "broke", "batch", "provenance"}:
-                size += ask(name, run=run.name)
-        size += ask("series", run=run.name, points=_MOST_POINTS)
-        if run is not runs[0]:
-            size += ask("compare", run=runs[0].name, **{"with": run.name})
-    kept: dict[str, list[int]] = {run.name: [] for run in runs}
-    for run, step in _in_turn(runs):
-        key = f"rollouts?{urlencode({'run': run.name, 'step': step})}"
-        more = ask("rollouts", run=run.name, step=step, limit=_ROWS)
-        found[key] = found.pop(f"rollouts?{urlencode({'limit': _ROWS, 'run': run.name, 'step': step})}")
-        places = [row["place"] for row in found[key].get("rows", ())]
-        more += ask("timeline", run=run.name, step=step)
-        for place in places[:: max(1, len(places) // _WHOLE)][:_WHOLE]:
-            more += ask("rollout", run=run.name, step=step, place=place)
-        if size + more > MAX_BYTES * 0.95:
-            _forget(found, run.name, step)
-            break
-        size += more
-        kept[run.name].append(step)
-    said = {
-        run.name: f"rollouts of {len(kept[run.name])} of {len(rollout_files(run.folder.path))} steps" for run in runs
-    }
-    found["report"] = {"steps": {name: sorted(steps) for name, steps in kept.items()}, "said": said}
-    return found, "; ".join(f"{name}: {text}" for name, text in said.items())
+    def _fits(self, answers: Mapping[str, Any]) -> bool:
+        return len(_escaped(answers).encode()) <= self._left
+
+    def _add(self, answers: Mapping[str, Any]) -> None:
+        for key, value in answers.items():
+            kept = {key: value}
+            if not self._fits(kept):
+                kept = {key: {"error": "this is too large for a report: rally view RUN shows it"}}
+            self._left -= len(_escaped(kept).encode())
+            self._found |= kept
+
+    def _of_step(self, run: RunReader, step: int) -> dict[str, Any]:
+        """Return whole groups of a step: some of each filter, the best and the worst, and then in order."""
+        where = {"run": run.name, "step": step}
+        ((key, table),) = self._ask("rollouts", **where, limit=512).items()
+        key, rows = (
+            to_json(["rollouts", *([name, str(value)] for name, value in where.items())]),
+            table.get("rows", []),
+        )
+        scored = sorted((row for row in rows if row["score"] is not None), key=lambda row: row["score"])
+        tagged = [row for name in FILTERS for row in [one for one in rows if name in one["tags"]][:1]]
+        size = max(1, len([row for row in rows if row["prompt_index"] == rows[0]["prompt_index"]])) if rows else 1
+        in_order = (row["prompt_index"] for row in (*tagged, *scored[:1], *scored[-1:], *rows))
+        groups = set(list(dict.fromkeys(in_order))[: max(1, _ROWS // size)])
+        kept = [row for row in rows if row["prompt_index"] in groups]
+        found = {key: table | {"rows": kept} if rows else table}
+        found |= self._ask("timeline", **where) | self._ask("values", **where)
+        first = {row["prompt_index"]: row["place"] for row in reversed(kept)}
+        for place in list(dict.fromkeys([*first.values(), *(row["place"] for row in kept)]))[:_WHOLE]:
+            found |= self._ask("rollout", **where, place=place)
+        return found
 
 
 def _in_turn(runs: Sequence[RunReader]) -> Iterator[tuple[RunReader, int]]:
-    """Yield steps of each run: the last, the first, those whose health is worst, and some between."""
+    """Yield steps, of all runs in turn: the last, the first, those whose health is worst, and some between.
+
+    Of several runs those steps come first that all of them have, so that answers can be compared.
+    """
+    files = {run.name: list(rollout_files(run.folder.path)) for run in runs}
+    both = set[int].intersection(*map(set, files.values()))
+    chosen = list[list[tuple[RunReader, int]]]()
     for run in runs:
-        steps = list(rollout_files(run.folder.path))
-        sick = [step for step in steps if any(one.level == "bad" for one in run.findings.get(step, ()))]
+        steps, findings = files[run.name], run.now().findings
+        sick = [step for step in steps if any(one.level == "bad" for one in findings.get(step, ()))]
+        common = sorted(both) if len(runs) > 1 else []
+        some = (*common[-1:], *common[:1], *common[:: max(1, 3 * len(common) // _MOST_STEPS)])
         between = steps[:: max(1, len(steps) // _MOST_STEPS)]
-        chosen = dict.fromkeys((*steps[-1:], *steps[:1], *sick[:2], *sick[-1:], *between))
-        yield from ((run, step) for step in list(chosen)[:_MOST_STEPS])
-
-
-def _forget(found: dict[str, Any], run: str, step: int) -> None:
-    words = f"{urlencode({'run': run})}&{urlencode({'step': step})}"
-    for key in [key for key in found if key.endswith(words)]:
-        del found[key]
+        wanted = dict.fromkeys((*some, *steps[-1:], *steps[:1], *sick[:2], *sick[-1:], *between))
+        chosen.append([(run, step) for step in list(wanted)[:_MOST_STEPS]])
+    for each in itertools.zip_longest(*chosen):
+        yield from (one for one in each if one is not None)

@@ -6,86 +6,57 @@ said; what stands before it is there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self
 
 from rallypoint.config import RunConfig
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import BatchTaken, Entry, GroupScored, JournalTail, RunBegan, RunState, fold
+from rallypoint.journal import (
+    BatchTaken,
+    Entry,
+    GroupDropped,
+    GroupScored,
+    JournalTail,
+    Later,
+    RolesRestarted,
+    RolesStarted,
+    RunBegan,
+    RunState,
+    StepDone,
+    fold,
+)
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, measurements
-from rallypoint.run.reports import nested
+from rallypoint.run.reports import config_of
+from rallypoint.run.troubles import Trouble, troubles
+from rallypoint.run.waste import Account, account
 
 
-class RunReader:
-    """Reads one run; safe to be used by several threads."""
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A run as it was when its journal had so many lines; several threads may read it."""
 
-    def __init__(self, path: Path, name: str | None = None, *, is_ours: bool = False) -> None:
-        """Read what is there.
-
-        Args:
-            path: folder of the run.
-            name: what the page calls it; by default that of the folder.
-            is_ours: whether this process trains in it, and is about to end.
-        """
-        self.folder = RunFolder(path)
-        self.name = name or path.absolute().name
-        self._is_ours = is_ours
-        self.damage = ""
-        """What is wrong with the journal; empty if nothing is."""
-        self.version = 0
-        """Changes with every change of what was read."""
-        self.entries: list[Entry] = []
-        """All events but those of groups, oldest first."""
-        self._tail = JournalTail(self.folder.journal, later=(GroupScored.__name__, "SliceSent"))
-        self._places: dict[int, list[int]] = {}
-        self._open: list[int] = []
-        self._lock = threading.RLock()
-        self.refresh()
-
-    @classmethod
-    def several(cls, paths: Sequence[Path]) -> list[Self]:
-        """Return a reader for each folder; of two with the same name, the second is called by its path."""
-        names = Counter(path.absolute().name for path in paths)
-        return [cls(path, str(path) if names[path.absolute().name] > 1 else None) for path in dict.fromkeys(paths)]
-
-    def refresh(self) -> bool:
-        """Read what is new; return whether there was anything."""
-        with self._lock:
-            before = len(self.entries), len(self._open), self.damage
-            try:
-                for found in self._tail.read():
-                    self._take(found)
-                self.damage = ""
-            except (RunFolderError, OSError) as error:
-                self.damage = str(error)
-            has_changed = before != (len(self.entries), len(self._open), self.damage)
-            if has_changed:
-                self.version += 1
-                for name in ("state", "steps", "findings", "config"):
-                    self.__dict__.pop(name, None)
-            return has_changed
-
-    def _take(self, found: Entry | int) -> None:
-        if isinstance(found, int):
-            self._open.append(found)
-            return
-        self.entries.append(found)
-        if isinstance(found.event, BatchTaken):
-            self._places[found.event.step], self._open = self._open, []
-        elif isinstance(found.event, RunBegan):
-            self._open = []
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a process trains in it; of a process that asks about itself, not."""
-        return not self._is_ours and self.folder.is_in_use()
+    folder: RunFolder
+    name: str
+    """What the page calls it."""
+    version: int
+    """Number of changes that were seen before; of the same version, everything is the same."""
+    damage: str
+    """What is wrong with the journal; empty if nothing is."""
+    entries: Sequence[Entry]
+    """All events but those of groups and slices, oldest first."""
+    _places: Mapping[int, Sequence[int]]
+    """Step -> places of the groups that were scored since the batch before."""
+    _unused: Sequence[int]
+    """Places of the groups that no step was trained on."""
+    _read: Callable[[int], Entry]
 
     @functools.cached_property
     def state(self) -> RunState:
@@ -107,27 +78,117 @@ class RunReader:
     @functools.cached_property
     def findings(self) -> Mapping[int, Sequence[Health]]:
         """Step -> what there is to say about its health."""
-        return {step: health(self.steps[step]) for step in self.state.steps}
+        return {step: health(self.steps[step]) for step in sorted(self.state.steps)}
 
     @functools.cached_property
     def config(self) -> RunConfig | None:
         """The config of the newest start; None if this version cannot read it."""
-        began = self.state.began
-        if began is None:
-            return None
-        try:
-            return RunConfig.model_validate(nested(cast("Mapping[str, Any]", began.config)))
-        except ValueError:
-            return None
+        return config_of(self.state.began)
 
-    def groups(self, step: int) -> Iterator[GroupScored]:
-        """Yield the groups that were scored since the batch before that of a step."""
-        for place in self._places.get(step, ()):
-            event = self._tail.at(place).event
-            if isinstance(event, GroupScored):
-                yield event
+    @functools.cached_property
+    def processes(self) -> Mapping[str, Sequence[str]]:
+        """Role -> number and node of the process of each rank, those that were made anew among them."""
+        found: dict[str, Sequence[str]] = {}
+        for entry in self.entries:
+            if isinstance(entry.event, RolesStarted | RolesRestarted):
+                found |= entry.event.processes
+        return found
 
-    def taken(self, step: int) -> BatchTaken | None:
-        """Return how the trainer got the batch of a step, newest start first; None if it has not."""
-        taken = (entry.event for entry in reversed(self.entries) if isinstance(entry.event, BatchTaken))
-        return next((event for event in taken if event.step == step), None)
+    @functools.cached_property
+    def account(self) -> Account:
+        """What `rally waste` counts. A group that a step was trained on is no waste, so its line is not read."""
+        return account(self._with_unused)
+
+    @functools.cached_property
+    def troubles(self) -> Sequence[Trouble]:
+        """What `rally doctor RUN` finds."""
+        return troubles(self._with_unused, self.folder)
+
+    @functools.cached_property
+    def _with_unused(self) -> Sequence[Entry]:
+        return sorted([*self.entries, *map(self._read, self._unused)], key=lambda entry: entry.number)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process trains in it at this moment."""
+        return self.folder.is_in_use()
+
+    def around(self, step: int) -> list[Entry]:
+        """Return what a trace of a step is drawn from: no other steps, and the groups of this one."""
+        others = (one for one in self.entries if not isinstance(one.event, StepDone) or one.event.step == step)
+        groups = map(self._read, self._places.get(step, ()))
+        return sorted([*others, *groups], key=lambda entry: entry.number)
+
+
+class RunReader:
+    """Follows one run; safe to be used by several threads."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Read what is there.
+
+        Args:
+            path: folder of the run.
+            name: what the page calls it; by default that of the folder.
+        """
+        self.folder = RunFolder(path)
+        self.name = name or path.absolute().name
+        self._tail = JournalTail(self.folder.journal, later=(GroupScored.__name__, "SliceSent"))
+        self._entries = list[Entry]()
+        self._places = dict[int, Sequence[int]]()
+        self._since = list[int]()
+        """Groups that were scored since the newest batch."""
+        self._waiting = dict[int, int]()
+        """Prompt -> its group, which no step has taken yet."""
+        self._unused = list[int]()
+        self._lock = threading.Lock()
+        self._read = functools.lru_cache(maxsize=2**14)(self._tail.at)
+        self._now = Snapshot(self.folder, self.name, 0, "", (), {}, (), self._read)
+
+    @classmethod
+    def several(cls, paths: Sequence[Path]) -> list[Self]:
+        """Return a reader for each folder; of two with the same name, the second is called by its path."""
+        names = Counter(path.absolute().name for path in paths)
+        return [cls(path, str(path) if names[path.absolute().name] > 1 else None) for path in dict.fromkeys(paths)]
+
+    def now(self) -> Snapshot:
+        """Read what is new, and return all of it."""
+        with self._lock:
+            is_new, damage = False, ""
+            try:
+                for found in self._tail.read():
+                    self._take(found)
+                    is_new = True
+            except (RunFolderError, OSError) as error:
+                damage = str(error)
+            if is_new or damage != self._now.damage:
+                self._now = Snapshot(
+                    folder=self.folder,
+                    name=self.name,
+                    version=self._now.version + 1,
+                    damage=damage,
+                    entries=tuple(self._entries),
+                    _places=dict(self._places),
+                    _unused=(*self._unused, *self._waiting.values()),
+                    _read=self._read,
+                )
+            return self._now
+
+    def _take(self, found: Entry | Later) -> None:
+        if isinstance(found, Later):
+            if found.prompt is not None:
+                self._since.append(found.place)
+                self._waiting[found.prompt] = found.place
+            return
+        self._entries.append(found)
+        match found.event:
+            case BatchTaken(step=step, prompts=prompts):
+                self._places[step], self._since = self._since, []
+                for prompt in prompts:
+                    self._waiting.pop(prompt, None)
+            case GroupDropped(prompt=prompt) if prompt in self._waiting:
+                self._unused.append(self._waiting.pop(prompt))
+            case RunBegan():
+                self._unused += self._waiting.values()
+                self._since, self._waiting = [], {}
+            case _:
+                pass

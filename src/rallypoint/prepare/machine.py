@@ -137,6 +137,12 @@ def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
     return _within(make_plan(config), config, machine)
 
 
+def planned_gib(config: RunConfig) -> dict[str, float]:
+    """Return the memory that the plan gives to a process of each role here; nothing if it does not know the model."""
+    plan = plan_on(config, look_around(config))
+    return {memory.role: plan.awake_memory(memory.role) / _GIB for memory in plan.memory}
+
+
 def _within(plan: RunPlan, config: RunConfig, machine: Machine) -> RunPlan:
     return plan.within({pool: num_bytes for pool, num_bytes, _ in _rooms(config, machine)})
 

@@ -24,7 +24,7 @@ from rallypoint.journal import Journal, RunBegan, RunEnded
 from rallypoint.observability.tracker_clients import as_in_verl, open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
 from rallypoint.page import REPORT, RunReader, write_report
-from rallypoint.prepare.machine import look_around, plan_on
+from rallypoint.prepare.machine import planned_gib
 from rallypoint.run import MetricsLog, Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored, has_begun
 from rallypoint.run.record import software
@@ -99,9 +99,9 @@ def reported(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if has_begun(folder):
+        if has_begun(folder) and not folder.is_in_use():  # by a process that this one gave way to
             try:
-                write_report([RunReader(folder.path, is_ours=True)], folder.path / REPORT)
+                write_report([RunReader(folder.path)], folder.path / REPORT)
             except Exception as error:  # noqa: BLE001 - of whatever reads and draws: the run is done
                 with contextlib.suppress(DiskError):
                     folder.log(f"{REPORT} was not written: {type(error).__name__}: {first_line(error)}")
@@ -119,7 +119,6 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     if found and validation.is_file() and functions and (len(functions) == 1 or SHIPPED.keys() >= set(functions)):
         own = "" if functions[0] in SHIPPED else f" --reward {functions[0]}"
         commands["evaluate"] = f"rally eval {found[-1]} {validation}{own}"
-    predicted = plan_on(config, look_around(config))
     summary = Summary(
         name=folder.path.name,
         run_dir=folder.path,
@@ -131,7 +130,7 @@ def summarise(folder: RunFolder, config: RunConfig) -> Summary:
     )
     return summary.measured(
         folder.journal,
-        predicted_memory_gib={memory.role: predicted.awake_memory(memory.role) / 2**30 for memory in predicted.memory},
+        predicted_memory_gib=planned_gib(config),
         num_warmup_steps=config.num_warmup_steps,
         watched=config.watched,
         text_of=_text_of(found[-1], config) if found else None,

@@ -233,8 +233,8 @@ class RolloutRecipe(Recipe):
     @property
     def newest(self) -> StepRollouts | None:
         """See `Recipe.newest`."""
-        newest = self.source.newest
-        return newest and dataclasses.replace(newest, learned=self.actor.learned)
+        newest, actor = self.source.newest, self.actor
+        return newest and dataclasses.replace(newest, learned=actor.learned, needs_advantage=actor.needs_advantage)
 
     @property
     def validated(self) -> StepRollouts | None:

@@ -19,6 +19,7 @@ from rallypoint.journal import Journal, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.prepare.data_notes import FirstScores
+from rallypoint.prepare.machine import planned_gib
 from rallypoint.recipes.ending import Endings
 from rallypoint.recipes.interruption import NOTICE, Observer, interruptible
 from rallypoint.recipes.recipe import Recipe, Setup
@@ -101,7 +102,8 @@ class Steps:
         counts = {} if first else self.setup.material.counts()
         metrics = {**counts, TIME_PREFIX + START: time.monotonic() - self.began_s}
         placement = self.setup.placement
-        self.journal.append(RolesStarted(step=first, metrics=metrics, processes=placement.processes))
+        planned, processes = planned_gib(self.setup.config), placement.processes
+        self.journal.append(RolesStarted(step=first, metrics=metrics, processes=processes, planned_gib=planned))
         placement.supervisor.restarted(placement.processes, first)
         if first == 0:
             await self._validate(0)

@@ -171,6 +171,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         self, config: RunConfig, group: WorkerGroup[ActorWorker[BatchT]], loss: LossFunction[BatchT, TokenOutputs]
     ) -> None:
         super().__init__(config, group, loss)
+        self.needs_advantage = isinstance(loss, ActorLoss) and loss.needs_advantage
+        """Whether nothing is learned from a row whose advantages are all 0."""
         self._num_updates = 0
         self.is_published = asyncio.Event()
         """Set while the rollout role has the current weights."""
@@ -213,9 +215,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     def _rows_to_judge(self, batch: Sequences, advantage: Advantage | None) -> Tensor | None:
         """Return which rows have a signal: [B]; None if all are computed, also where both passes are compared."""
-        loss = self._loss
-        learns_from_signal = isinstance(loss, ActorLoss) and loss.kl is None and loss.needs_advantage
-        if advantage is None or self._config.judges_in_update or not learns_from_signal:
+        if advantage is None or self._config.judges_in_update or self._config.kl or not self.needs_advantage:
             return None
         assert isinstance(batch, ScoredBatch), "an advantage weighs scored rows"
         return rows_with_signal(batch, advantage, mask_of(self._config))
@@ -252,7 +252,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     def _learns(self, part: BatchT) -> Tensor:
         """Return which rows of a mini-batch have a gradient."""
-        if not isinstance(self._loss, ActorLoss) or not self._loss.needs_advantage or not isinstance(part, ActorBatch):
+        if not self.needs_advantage or not isinstance(part, ActorBatch):
             return torch.ones(len(part), dtype=torch.bool)
         return rows_that_learn(part.advantages, part.loss_mask, part.offsets)
 
@@ -273,7 +273,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
                 assert isinstance(found, Mean), "`ActorLoss` makes both"
                 whole = sum(cast("tuple[float, ...]", batches.denominators))  # `ActorLoss` has one stream
                 counted[name] = Mean(0.0, whole - found.weight)
-            if self._loss.needs_advantage:
+            if self.needs_advantage:
                 num_rows, num_computed = (sum(map(len, these.parts)) for these in (batches, computed))
                 counted["skipped_fraction"] = Mean(num_rows - num_computed, num_rows)
         return Metrics(counted)

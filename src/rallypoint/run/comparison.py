@@ -53,13 +53,18 @@ class Comparison:
     """Lines about the rollout in which they part, if its files are there."""
 
 
-def compare_runs(a: Path, b: Path) -> Comparison:
+def compare_runs(a: Path, b: Path, states: tuple[RunState, RunState] | None = None) -> Comparison:
     """Compare the folders of two runs.
+
+    Args:
+        a: folder of one.
+        b: folder of the other.
+        states: theirs, if they were read already.
 
     Raises:
         RunFolderError: one has no journal, or a damaged one.
     """
-    ours, theirs = _state(a), _state(b)
+    ours, theirs = states or (_state(a), _state(b))
     keys, files, around = changes(ours, theirs)
     first = first_difference(ours, theirs)
     return Comparison(

@@ -27,6 +27,7 @@ import platform
 import re
 import shlex
 import shutil
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,10 @@ from rallypoint.run.trust import sign
 
 _START_S = 3600.0
 """Seconds; no start takes longer to make a folder."""
+_FLOCK = "hhlli0l"
+"""C's `struct flock` of Linux: type, whence, start, length, process."""
+_HELD = set[Path]()
+"""Files whose locks this process has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,16 +153,19 @@ class RunFolder:
                 pass
 
     def is_in_use(self) -> bool:
-        """Whether another process is training in it. Do not ask in the process that is: it would lose its lock."""
+        """Whether a process is training in it; False also where that cannot be seen.
+
+        The lock is asked for and never taken, so that a resume at that moment finds it free.
+        """
         lock = self.path / ".lock"
-        if not lock.is_file():
+        if lock.resolve() in _HELD:  # to open and close the file would end this process's lock
+            return True
+        try:
+            with lock.open("rb") as file:
+                found = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
+        except OSError:
             return False
-        with lock.open("r+") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+        return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -182,7 +190,12 @@ class RunFolder:
             file.truncate(0)
             file.write(f"{os.getpid()} on {platform.node()}")
             file.flush()
-            yield
+            held = Path(file.name).resolve()
+            _HELD.add(held)
+            try:
+                yield
+            finally:
+                _HELD.discard(held)
 
 
 def launched(loaded: LoadedConfig, before: Sequence[str] = ()) -> Launched:

@@ -103,6 +103,14 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
+def config_of(began: RunBegan | None) -> RunConfig | None:
+    """Return the config of a start; None if there is none that this version can read."""
+    try:
+        return None if began is None else RunConfig.model_validate(nested(began.config))
+    except ValueError:
+        return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One rollout to look at; its texts are the model's and are shown with care."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
 
+from rallypoint.algorithms import rows_that_learn
 from rallypoint.data import Example, whole_text
 from rallypoint.environments.attempts import Attempt, answer_in
 from rallypoint.environments.conversation import Conversation, TurnInWords
@@ -22,6 +25,13 @@ from rallypoint.types import ActorBatch, RolloutBatch, Sequences
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
+
+NO_SCORE = "it has no score"
+REPLACED = "its group had no signal, and was replaced"
+NO_SIGNAL = "group without signal: its rollouts earned the same"
+TRUNCATED = "truncated, and rollout.mask_truncated is set"
+AT_MEAN = "its score is the mean of its group: the advantage is 0"
+"""Why nothing was learned from a rollout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +60,8 @@ class StepRollouts:
     """Response of each, without special tokens."""
     learned: Sequences | None = None
     """What the actor learned from, in any order; None before it has, and of a validation."""
+    needs_advantage: bool = True
+    """Whether nothing is learned from a row whose advantages are all 0, as nothing but rewards is."""
     replaced: Set[int] = frozenset()
     """Indices of the prompts whose groups were replaced by others: nothing was learned from them."""
     conversations: Sequence[Conversation | None] = ()
@@ -131,6 +143,7 @@ class StepRollouts:
             "reward_extras": of_kept(lambda at: list(self.scored.extras[at].items()), numbers),
             "replaced": each(lambda row: int(rows.prompt_index[row]) in self.replaced, pa.bool_()),
             "failure": each(lambda row: _writable(why[row]) if row in why else None, text),
+            "untrained": pa.array(self._untrained(), text),
             "finish_reason": each(lambda row: "length" if rows.truncated[row] else "stop", text),
             **self._conversation_columns(),
             "version": pa.array(rows.versions.numpy()),
@@ -151,6 +164,33 @@ class StepRollouts:
             values = None if learned is None else getattr(learned, name)
             columns[name] = _lists(values, rows if learned is None else learned, floats).take(where)
         return pa.table(columns)
+
+    def _untrained(self) -> list[str | None]:
+        """Return why nothing was learned from each row; None where something was, and in a validation."""
+        rows, learned = self.rows, self.learned
+        if learned is None:
+            return [None] * len(rows)
+        places, kept = {pair: place for place, pair in enumerate(_pairs(learned))}, set(self.scored.kept_rows)
+        groups, scores = set(learned.prompt_index.tolist()), defaultdict[int, set[float]](set)
+        for row, score in zip(self.scored.kept_rows, self.scored.batch.scores.tolist(), strict=True):
+            scores[int(rows.prompt_index[row])].add(score)
+        learns = torch.ones(len(learned), dtype=torch.bool)
+        if self.needs_advantage and isinstance(learned, ActorBatch):
+            learns = rows_that_learn(learned.advantages, learned.loss_mask, learned.offsets)
+
+        def why(row: int, prompt: int, pair: tuple[int, int]) -> str | None:
+            if row not in kept:
+                return NO_SCORE
+            if prompt in self.replaced:
+                return REPLACED
+            if pair not in places:
+                is_cut = bool(rows.truncated[row]) and (prompt in groups or len(scores[prompt]) > 1)
+                return TRUNCATED if is_cut else NO_SIGNAL
+            if bool(learns[places[pair]]):
+                return None
+            return NO_SIGNAL if len(scores[prompt]) == 1 else AT_MEAN
+
+        return [why(row, pair[0], pair) for row, pair in enumerate(_pairs(rows))]
 
     def _conversation_columns(self) -> dict[str, pa.Array]:
         import pyarrow as pa

@@ -20,21 +20,27 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import BatchTaken, Entry, RoleLost, RolesStarted, RunBegan, StepDone, read_journal
+from rallypoint.journal import (
+    BatchTaken,
+    Entry,
+    RoleLost,
+    RolesRestarted,
+    RolesStarted,
+    RunBegan,
+    StepDone,
+    read_journal,
+)
 from rallypoint.journal.state import RunState, fold
 from rallypoint.observability.health import Health, Level, health, rules
 from rallypoint.observability.numbers import counted, finite_mean, number
 from rallypoint.observability.spans import TIME_PREFIX, shares_of, top_level
 from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend
 from rallypoint.run.folder import RunFolder
+from rallypoint.run.reports import config_of
 from rallypoint.run.rollouts import rollout_files
 from rallypoint.run.waste import account
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _LASTS, _NEWEST = 0.2, 5
 """Share of the steps in which a finding must hold, or number of the newest steps in a row."""
@@ -93,6 +99,8 @@ class _Story:
     state: RunState
     steps: Sequence[StepDone]
     """Those that count, in order."""
+    is_over: bool
+    """Whether it is known that nobody trains in it any more."""
 
     def series(self, name: str) -> list[float]:
         """Return a metric of each step; NaN where it is missing."""
@@ -114,32 +122,33 @@ def troubles_of(folder: Path) -> list[Trouble]:
     Raises:
         RunFolderError: the folder has no journal, or it is damaged.
     """
-    journal = RunFolder(folder).journal
-    if not journal.is_file():
+    if not (run := RunFolder(folder)).journal.is_file():
         raise RunFolderError(f"{folder}: expected the folder of a run, with a journal.jsonl")
-    return _sorted([*troubles(read_journal(journal)), *_of_prompts(folder)])
+    return troubles(read_journal(run.journal), run)
 
 
-def troubles(entries: Iterable[Entry]) -> list[Trouble]:
+def troubles(entries: Iterable[Entry], folder: RunFolder | None = None) -> list[Trouble]:
     """Return those that a journal shows, the worst first.
 
     Args:
         entries: of the whole journal, oldest first.
+        folder: of the run, to look at its rollouts, and whether it goes on; None looks at the journal alone.
     """
     entries = list(entries)
     state = fold(entry.event for entry in entries)
-    story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)])
+    is_over = folder is not None and not folder.is_in_use()
+    story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)], is_over)
     of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_time, _of_ranks, _of_waste) if story.steps else ()
-    return _sorted(trouble for check in (*of_steps, _of_ends, _of_clock) for trouble in check(story))
-
-
-def _sorted(found: Iterable[Trouble]) -> list[Trouble]:
+    found = [trouble for check in (*of_steps, _of_ends, _of_clock) for trouble in check(story)]
+    if folder is not None:
+        found += _of_prompts(folder.path)
     return sorted(found, key=lambda one: one.level != "bad")
 
 
 def _of_health(story: _Story) -> Iterator[Trouble]:
     """Yield the findings of steps that lasted; one that must not happen at all is told of a single step."""
-    trend, by_name = RewardTrend(), defaultdict[str, list[tuple[int, Health]]](list)
+    config, by_name = config_of(story.state.began), defaultdict[str, list[tuple[int, Health]]](list)
+    trend = RewardTrend(num_warmup_steps=config.num_warmup_steps if config else 0)
     for place, step in enumerate(story.steps):
         trend.add(step.metrics)
         for item in health({**step.metrics, FLAT_STEPS: trend.num_flat_steps}):
@@ -177,8 +186,10 @@ def _amount(name: str, value: float) -> str:
 
 def _of_fall(story: _Story) -> Iterator[Trouble]:
     """A reward that was higher, with the metric that moved when it fell."""
+    scored = [step for step in story.steps if math.isfinite(step.metrics.get(REWARD, math.nan))]
+    story = dataclasses.replace(story, steps=scored)
     rewards, width = story.series(REWARD), story.width
-    if width < 3 or not all(map(math.isfinite, rewards)):
+    if width < 3:
         return
     means = [finite_mean(rewards[at : at + width]) for at in range(len(rewards) - width + 1)]
     earlier = means[: len(rewards) - 2 * width + 1]
@@ -190,13 +201,12 @@ def _of_fall(story: _Story) -> Iterator[Trouble]:
     half = means[best] - drop / 2
     fell = next(at for at in range(best, len(means)) if means[at] < half)
     moved = _moved(story, best, best + width)
-    first, last = story.range(fell, len(rewards))
     kept = max((step for step in story.state.checkpoints if step <= story.steps[best + width - 1].step), default=0)
     again = f"rally train RUN --resume --from-step {kept}" if kept else "a new run"
     high = "-".join(map(str, story.range(best, best + width)))
     said = f"{REWARD} {number(means[best])} in steps {high}, {number(means[-1])} in the last {width}{moved}"
     advice = f"lower actor.optimizer.lr, or bound the update (kl.coef, actor.num_epochs), and go on: {again}"
-    yield Trouble("bad", "reward fell", said, advice, first, last)
+    yield Trouble("bad", "reward fell", said, advice, *story.range(fell, len(rewards)))
 
 
 def _moved(story: _Story, begin: int, end: int) -> str:
@@ -234,10 +244,9 @@ def _of_kl(story: _Story) -> Iterator[Trouble]:
     enough = max(2 * _error(rewards[half - width :], width), 0.05 * finite_mean(story.series(SPREAD) or [0.0]))
     if not (after > 1.3 * before and after - before > 0.01) or not rise < enough:
         return
-    first, last = story.range(half - width, len(kl))
     said = f"{name} {number(before)} -> {number(after)}, {REWARD} {rise:+.3g}"
     advice = "raise kl.coef, lower actor.optimizer.lr, or stop: validate, and keep the best (checkpoint.keep_best)"
-    yield Trouble("watch", "KL grows, the reward does not", said, advice, first, last)
+    yield Trouble("watch", "KL grows, the reward does not", said, advice, *story.range(half - width, len(kl)))
 
 
 def _of_lengths(story: _Story) -> Iterator[Trouble]:
@@ -251,10 +260,9 @@ def _of_lengths(story: _Story) -> Iterator[Trouble]:
     if not (after < 0.4 * before and gained > 0):
         return
     at = next(at for at in range(len(lengths)) if lengths[at] < (before + after) / 2)
-    first, last = story.range(at, len(lengths))
     said = f"rollout/response_length {number(before)} -> {number(after)} tokens, {REWARD} {gained:+.3g}"
     advice = "does reward.function pay the empty answer? rally show RUN --best 3, and rally check-reward RUN"
-    yield Trouble("bad", "answers vanish, and earn more", said, advice, first, last)
+    yield Trouble("bad", "answers vanish, and earn more", said, advice, *story.range(at, len(lengths)))
 
 
 def _of_time(story: _Story) -> Iterator[Trouble]:
@@ -290,8 +298,8 @@ def _of_ranks(story: _Story) -> Iterator[Trouble]:
         match entry.event:
             case BatchTaken(busy_s=seconds) if len(seconds) > 1:
                 busy["rollout"].append(seconds)
-            case RolesStarted(processes=processes):
-                where = processes
+            case RolesStarted(processes=processes) | RolesRestarted(processes=processes):
+                where = {**where, **processes}
             case _:
                 pass
     first, last = story.range(0, len(story.steps))
@@ -304,8 +312,8 @@ def _of_ranks(story: _Story) -> Iterator[Trouble]:
         if len(same) < 3 or times < 0.7 * len(same) or mine < 1.3 * others:
             continue
         place = f" (process {where[role][slowest]})" if len(where.get(role, ())) == num_ranks else ""
-        often = f"{times} of {counted(len(same), 'step')}"
-        said = f"busy {number(mine)} s a step, the others {number(others)} s; slowest in {often}"
+        said = f"busy {number(mine)} s a step, the others {number(others)} s; slowest in "
+        said += f"{times} of {counted(len(same), 'step')}"
         advice = f"look at its machine{place}: heat, other jobs, a slower device; `rally doctor` there"
         yield Trouble("watch", f"{role} rank {slowest} is slow", said, advice, first, last)
 
@@ -333,6 +341,7 @@ def _of_ends(story: _Story) -> Iterator[Trouble]:
                 newest = step
             case event:
                 is_open = is_open and type(event).__name__ != "RunEnded"
+    killed += [newest] if is_open and story.is_over else []
     if killed:
         said = f"{counted(len(killed), 'start')} without an end, after step {', '.join(map(str, killed))}"
         why = "kill -9, out of memory (dmesg), or a time limit of the scheduler? lower checkpoint.every_steps"
@@ -343,12 +352,12 @@ def _of_ends(story: _Story) -> Iterator[Trouble]:
         why = next(event.why for event in reversed(lost) if event.role == role)
         said = f"{counted(times, 'time')}; the last: {why}"
         advice = "out of memory? lower engine.max_tokens_per_micro_batch or rollout.cache_tokens; rally logs RUN"
-        first, last = min(steps, default=None), max(steps, default=None)
-        yield Trouble("watch", f"{role} lost a process", said, advice, first, last)
+        yield Trouble(
+            "watch", f"{role} lost a process", said, advice, min(steps, default=None), max(steps, default=None)
+        )
     ended = story.state.ended
     if ended is not None and ended.how == "failed":
-        said = ended.why.strip().partition("\n")[0]
-        yield Trouble("bad", "failed", said, "rally logs RUN --errors has all of it")
+        yield Trouble("bad", "failed", ended.why.strip().partition("\n")[0], "rally logs RUN --errors has all of it")
 
 
 def _of_clock(story: _Story) -> Iterator[Trouble]:
@@ -356,21 +365,25 @@ def _of_clock(story: _Story) -> Iterator[Trouble]:
     pairs = itertools.pairwise(story.entries)
     back = [(before.time_s - after.time_s, after.number) for before, after in pairs if before.time_s - after.time_s > 1]
     if back:
-        most, line = max(back)
-        said = f"{number(most)} s back at line {line} of journal.jsonl"
+        said = f"{number(max(back)[0])} s back at line {max(back)[1]} of journal.jsonl"
         yield Trouble("watch", "clock was set back", said, "let chrony or ntpd keep time")
 
 
 def _of_prompts(folder: Path) -> Iterator[Trouble]:
     """Prompts of several groups that never earned more than the lowest score, while others did."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     files = dict(list(rollout_files(folder).items())[-_MOST_FILES:])
     best, groups = dict[str, float](), defaultdict[str, set[int]](set)
     lowest = math.inf
     for step, file in files.items():
-        if (table := _scores(file)) is None:
+        try:
+            columns = pq.read_table(file, columns=["name", "prompt_index", "score"]).to_pydict().values()
+        except (OSError, pa.ArrowException):
             yield Trouble("watch", "rollouts damaged", str(file), "remove the file", step)
             continue
-        for name, index, score in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        for name, index, score in zip(*columns, strict=True):
             if score is not None and math.isfinite(score):
                 best[name] = max(score, best.get(name, -math.inf))
                 lowest = min(lowest, score)
@@ -379,21 +392,9 @@ def _of_prompts(folder: Path) -> Iterator[Trouble]:
     never = [name for name in known if best[name] <= lowest]
     if len(known) < 4 or not 0.3 * len(known) <= len(never) < len(known):
         return
-    num_groups = sum(len(groups[name]) for name in never)
     said = (
         f"{len(never) / len(known):.0%} of {counted(len(known), 'prompt')} earned {number(lowest)}, the lowest score, "
-        f"in all of {counted(num_groups, 'group')}: {', '.join(never[:3])}"
+        f"in all of {counted(sum(len(groups[name]) for name in never), 'group')}: {', '.join(never[:3])}"
     )
     advice = "leave them out of data.train, or set rollout.dynamic_sampling; is their ground truth right?"
     yield Trouble("watch", "prompts that nobody solves", said, advice, min(files), max(files))
-
-
-def _scores(file: Path) -> pa.Table | None:
-    """Return name, prompt and score of the rollouts of a file; None if it is damaged."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(file, columns=["name", "prompt_index", "score"])
-    except (OSError, pa.ArrowException):
-        return None

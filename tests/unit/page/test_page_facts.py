@@ -1,18 +1,22 @@
 """What the page says of runs with a known fault leads to it; damaged, killed and unfinished runs open as well."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from planted_runs import HOSTILE, HOT_FROM, SLOW_RANK, planted_run
+from planted_runs import HOSTILE, HOT_FROM, SLOW_RANK, TRACEBACK, planted_run
 from starlette.testclient import TestClient
 
+from rallypoint.config import load_config, values_of
 from rallypoint.errors import ServingError
-from rallypoint.journal import Journal, StepDone
-from rallypoint.page import RunReader, write_report
+from rallypoint.journal import BatchTaken, Journal, RunBegan, StepDone, Validated, read_journal
+from rallypoint.page import RunReader, timing, write_report
 from rallypoint.page.answers import answer, to_json
 from rallypoint.page.app import PageServer, make_page
 from rallypoint.page.report import MAX_BYTES
+from rallypoint.run.folder import create_run
+from rallypoint.run.waste import account
 from rallypoint.serving import Access
 
 SHAPE: dict[str, Any] = {"prompts": 4, "group": 4}
@@ -22,7 +26,7 @@ SHAPE: dict[str, Any] = {"prompts": 4, "group": 4}
 def planted(tmp_path_factory):
     """Readers of the runs by their fault."""
     folder = tmp_path_factory.mktemp("planted")
-    kinds = {"hot": 80, "straggler": 12, "empty": 48, "impossible": 12, "agent": 3, "sound": 12}
+    kinds = {"hot": 80, "straggler": 12, "empty": 48, "impossible": 12, "agent": 3, "broken": 4, "sound": 12}
     return {
         kind: RunReader(planted_run(folder, kind, num_steps=num, last="finished", **SHAPE))
         for kind, num in kinds.items()
@@ -38,7 +42,11 @@ def rule(run, name):
 
 
 def bad(rule, level="bad"):
-    return sorted(int(step) for step, found in rule["levels"].items() if found == level)
+    return [step for first, last, found in rule["levels"] if found == level for step in range(first, last + 1)]
+
+
+def curve(run, name, **words):
+    return asked(run, "series", names=name, **words)["curves"][name]
 
 
 def test_a_learning_rate_that_is_too_high_is_found_at_its_step_with_the_key_to_turn(planted):
@@ -47,8 +55,7 @@ def test_a_learning_rate_that_is_too_high_is_found_at_its_step_with_the_key_to_t
     assert "actor.optimizer.lr" in kl["advice"]
     fell = [one for one in asked(planted["hot"], "troubles")["troubles"] if one["level"] == "bad"]
     assert any(HOT_FROM - 10 <= (one["first"] or 0) <= HOT_FROM + 10 for one in fell)
-    lr = asked(planted["hot"], "series", names="actor/lr")
-    column = dict(zip(lr["steps"], lr["columns"]["actor/lr"], strict=True))
+    column = dict(zip(*curve(planted["hot"], "actor/lr"), strict=True))
     assert column[HOT_FROM] == pytest.approx(10 * column[HOT_FROM - 1])
 
 
@@ -56,10 +63,15 @@ def test_a_straggler_is_named_with_its_process_and_stands_out_on_the_time_axis(p
     found = asked(planted["straggler"], "time")
     assert found["slow_ranks"] == [{"rank": SLOW_RANK, "steps": 12, "of": 12}]
     assert found["processes"]["rollout"][SLOW_RANK] == "4702@node1"
-    lanes = {lane["name"]: lane["bars"] for lane in asked(planted["straggler"], "timeline", step=5)["lanes"]}
-    longest = max((name for name in lanes if name != "driver"), key=lambda name: lanes[name][-1]["to"])
-    assert longest == f"rollout {SLOW_RANK}"
-    assert [bar["name"] for bar in lanes["driver"]] == ["rollout", "judge", "learn", "publish"]
+    lanes = {
+        (lane["role"], lane["name"]): lane["rows"] for lane in asked(planted["straggler"], "timeline", step=5)["lanes"]
+    }
+    ends = {
+        name: max(bar["to"] for row in rows for bar in row) for (role, name), rows in lanes.items() if "groups" in role
+    }
+    assert max(ends, key=ends.__getitem__) == f"rank {SLOW_RANK}"
+    assert [bar["name"] for bar in lanes["driver", "phases"][0]] == ["rollout", "judge", "learn", "publish"]
+    assert [row[0]["name"] for row in lanes["actor", "rank 3"]] == ["train"]
     assert asked(planted["sound"], "time")["slow_ranks"] == []
 
 
@@ -71,8 +83,8 @@ def test_a_reward_that_pays_the_empty_answer_is_seen_in_the_rollouts_that_score_
     assert empty["found"] > 8
     assert {(row["response"], row["score"]) for row in empty["rows"]} == {("", 1.0)}
     assert asked(run, "rollouts", step=30, sort="-score", limit=1)["rows"][0]["score"] == 1.0
-    lengths = asked(run, "series", names="rollout/response_length")["columns"]["rollout/response_length"]
-    assert lengths[-1] < 0.2 * lengths[1]
+    _, lengths = curve(run, "rollout/response_length")
+    assert lengths[-1] < 0.2 * lengths[0]
 
 
 def test_prompts_that_are_impossible_are_the_groups_without_signal(planted):
@@ -85,27 +97,57 @@ def test_prompts_that_are_impossible_are_the_groups_without_signal(planted):
     assert {score for one in followed for score in one["scores"]} == {0.0}
 
 
-def test_a_rollout_is_shown_token_by_token_with_the_reason_why_one_is_not_trained(planted):
-    rows = asked(planted["sound"], "rollouts", step=3, only="trained")["rows"]
-    one = asked(planted["sound"], "rollout", step=3, place=rows[0]["place"])
+def test_a_rollout_is_shown_token_by_token(planted):
+    rows = asked(planted["sound"], "rollouts", step=2, only="trained")["rows"]
+    one = asked(planted["sound"], "rollout", step=2, place=rows[0]["place"])
     assert "".join(one["pieces"])[:-1] == one["response"]
     assert (
         len(one["pieces"]) == len(one["advantages"]) == len(one["ratio"]) == len(one["difference"]) == len(one["why"])
     )
     assert set(one["why"]) == {0}
-    group = asked(planted["sound"], "group", step=3, prompt=rows[0]["prompt_index"])
+    group = asked(planted["sound"], "group", step=2, prompt=rows[0]["prompt_index"])
     assert [row["sample_index"] for row in group["rows"]] == [0, 1, 2, 3]
+
+
+def reasons(run, step, row):
+    found = asked(run, "rollout", step=step, place=row["place"])
+    return {found["reasons"][why] for why in found["why"]} | ({found["note"]} if found["note"] else set())
+
+
+def test_each_row_that_is_not_trained_says_why(planted):
     lost = asked(planted["impossible"], "rollouts", step=3, only="no signal")["rows"][0]
-    found = asked(planted["impossible"], "rollout", step=3, place=lost["place"])
-    assert {found["reasons"][why] for why in found["why"]} == {
-        "group without signal: all its scores are equal, so every advantage is 0"
+    assert reasons(planted["impossible"], 3, lost) == {"group without signal: its rollouts earned the same"}
+    rows = asked(planted["broken"], "rollouts", step=3)["rows"]
+    assert reasons(planted["broken"], 3, rows[0]) == {"left out: raised: boom"}
+    assert reasons(planted["broken"], 3, rows[1]) == {"truncated, and rollout.mask_truncated is set"}
+    assert reasons(planted["broken"], 3, rows[-1]) == {"its group had no signal, and was replaced"}
+    found = asked(planted["broken"], "rollouts", step=3)["filters"]
+    assert (found["failed"], found["truncated"], found["replaced"]) == (1, 1, 4)
+
+
+def test_a_row_without_advantage_that_the_kl_trains_says_so(planted):
+    same = next(row for row in asked(planted["sound"], "rollouts", step=3, limit=16)["rows"] if row["advantage"] == 0)
+    assert reasons(planted["sound"], 3, same) == {
+        "trained",
+        "its advantages are 0: it is trained by the KL, or the entropy bonus, alone",
     }
+    assert "no signal" in same["tags"]
+
+
+def test_a_step_without_the_trainers_logprobs_says_that_they_are_not_there(planted):
+    run = planted["agent"]
+    row = asked(run, "rollouts", step=3, only="trained")["rows"][0]
+    assert row["gap"] is None
+    one = asked(run, "rollout", step=3, place=row["place"])
+    assert one["ratio"] is one["difference"] is None
+    assert "what corrections masked is not known" in one["note"]
+    assert asked(run, "rollouts", step=2, sort="-gap")["rows"][0]["gap"] > 0
 
 
 def test_what_a_tool_said_and_what_a_correction_masks_is_not_trained_and_says_so(planted):
     run = planted["agent"]
-    row = asked(run, "rollouts", step=3, only="trained")["rows"][0]
-    one = asked(run, "rollout", step=3, place=row["place"])
+    row = next(row for row in asked(run, "rollouts", step=2, only="trained")["rows"] if row["advantage"])
+    one = asked(run, "rollout", step=2, place=row["place"])
     by_reason = {one["reasons"][why].partition(":")[0]: one["why"].count(why) for why in set(one["why"])}
     assert by_reason["context"] == 4
     assert by_reason["masked by correction mask"] > 0
@@ -124,17 +166,96 @@ def test_rollouts_are_searched_filtered_sorted_and_paged(planted):
     assert asked(run, "rollouts", step=2, only="failed")["found"] == 0
 
 
+def test_a_page_that_reads_no_group_that_was_trained_on_counts_the_same_waste(planted):
+    for run in planted.values():
+        assert run.now().account == account(read_journal(run.folder.journal))
+    assert {one["cause"]: one["num"] for one in asked(planted["broken"], "time")["waste"]["wastes"]} == {
+        "done again": 1,
+        "started again": 1,
+        "samplers waited": 0,
+        "replaced": 4,
+        "failed": 8,
+    }
+
+
+def test_a_reader_reads_one_thing_while_others_ask(planted):
+    run = planted["hot"]
+    fresh = RunReader(run.folder.path)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: (fresh.now(), len(fresh.now().steps)), range(32)))
+    assert {id(now) for now, _ in found} == {id(fresh.now())}
+    assert {num for _, num in found} == {len(run.now().steps)}
+
+
+def test_where_time_goes_has_its_numbers(planted):
+    found = asked(planted["straggler"], "time")
+    step = planted["straggler"].now().state.steps[5]
+    assert found["tokens_per_s"][4] == pytest.approx(step.metrics["rollout/num_tokens"] / step.seconds, rel=1e-5)
+    assert found["memory"] == [{"role": "actor", "peak": pytest.approx(1.6, abs=0.1), "planned": 2.0}]
+    assert found["phases"]["learn"][0] == 0.9
+    assert timing.time_spent(planted["hot"].now(), max_points=10)["each"] == 8
+
+
+def test_of_two_ranks_the_slow_one_is_named(tmp_path):
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for step in range(1, 5):
+            common = {"prompts": [], "asked_s": 0.0, "taken_s": 11.0, "loaded_s": 0.0}
+            journal.append(BatchTaken(step=step, busy_s=[4.0, 11.0], **common))
+            journal.append(StepDone(step=step, metrics={}, digests={}, seconds=12.0))
+    assert asked(RunReader(tmp_path), "time")["slow_ranks"] == [{"rank": 1, "steps": 4, "of": 4}]
+
+
+def test_what_broke_has_starts_losses_and_the_first_traceback_of_each_kind(planted):
+    found = asked(planted["broken"], "broke")
+    assert [one["how"] for one in found["starts"]] == ["killed", "finished"]
+    assert [one["kind"] for one in found["lost"]] == ["RoleLost", "RolesRestarted"]
+    failed = {(one["what"], one["kind"]): one for one in found["failed"]}
+    assert failed["rollout", "raised"]["num"] == 5
+    assert failed["score", "raised"]["num"] == 4
+    assert all(TRACEBACK in one["said"] and one["step"] == 1 for one in failed.values())
+    assert found["aside"] == ["step_000002.damaged"]
+    assert planted["broken"].now().processes["rollout"][0] == "9001@node0"
+
+
+def test_staleness_and_lengths_belong_to_health(planted):
+    cards = {one["signal"] for one in asked(planted["sound"], "health")["rules"]}
+    assert {"staleness", "length of responses", "learning signal", "entropy", "clip fraction", "update KL"} <= cards
+
+
+def test_the_page_opens_with_what_its_recipe_watches(tmp_path):
+    run = create_run(load_config("sft", [f"trainer.runs_dir={tmp_path}", "model.path=m", "data.train=[d.jsonl]"]))
+    with Journal(run.journal) as journal:
+        config = dict(values_of(load_config(str(run.path)).config))
+        journal.append(RunBegan(first=0, config=config, software={}, machine=""))
+        for step, loss in enumerate((3.0, 1.0, 2.0), 1):
+            journal.append(StepDone(step=step, metrics={"actor/loss": loss}, digests={}, seconds=1.0))
+            journal.append(Validated(step=step, metrics={"validation/loss": loss}))
+    found = asked(RunReader(run.path), "summary")
+    assert (found["headline"], found["validation"]) == (["actor/loss", "loss"], "validation/loss")
+    assert found["best"] == {"step": 2, "score": 1.0, "name": "validation/loss"}
+
+
 def test_two_runs_are_compared_down_to_the_first_event_that_differs(planted):
     found = answer([planted["sound"], planted["empty"]], "compare", {"with": "empty"})
     assert {one["key"] for one in found["free"]} >= {"trainer.name"}
     assert found["first"]["step"] == 1
 
 
-def test_more_steps_than_points_keep_their_extremes(planted):
-    whole = asked(planted["hot"], "series", names="actor/approx_kl")["columns"]["actor/approx_kl"][1:]
-    few = asked(planted["hot"], "series", names="actor/approx_kl", points=10)
-    assert len(few["steps"]) == len(few["columns"]["actor/approx_kl"]) <= 12
-    assert {max(whole), min(whole)} <= set(few["columns"]["actor/approx_kl"])
+def test_of_more_steps_than_points_each_extreme_stands_at_its_own_step(planted):
+    for name in ("actor/approx_kl", "reward/mean"):
+        whole = dict(zip(*curve(planted["hot"], name), strict=True))
+        steps, values = curve(planted["hot"], name, points=10)
+        assert len(steps) <= 10
+        assert all(whole[step] == value for step, value in zip(steps, values, strict=True))
+        assert {max(whole.values()), min(whole.values())} <= set(values)
+
+
+def test_validations_are_never_thinned_and_the_numbers_of_a_step_are_exact(planted):
+    run = planted["hot"]
+    assert curve(run, "validation/score", points=2)[0] == [20, 40, 60, 80]
+    values = asked(run, "values", step=45)
+    assert values["metrics"]["actor/lr"] == 1e-6
+    assert values["validation"]["validation/score"] == pytest.approx(curve(run, "validation/score")[1][1], rel=1e-5)
 
 
 def test_provenance_names_the_keys_that_are_not_at_their_default(planted):
@@ -158,10 +279,11 @@ def test_a_killed_run_a_growing_one_and_a_damaged_one_open(tmp_path):
         journal.append(StepDone(step=4, metrics={"reward/mean": float("nan")}, digests={}, seconds=1.0))
         with (path / "journal.jsonl").open("ab") as file:
             file.write(b'{"n": 99, "torn')
-        assert run.refresh()
         assert asked(run, "summary")["step"] == 4
-    assert json.loads(to_json(asked(run, "series", names="reward/mean")))["columns"]["reward/mean"][-1] is None
-    assert not run.refresh()
+    assert json.loads(to_json(curve(run, "reward/mean")))[1][-1] is None
+    assert json.loads(to_json(asked(run, "values", step=4)))["metrics"]["reward/mean"] is None
+    assert rule(run, "reward/mean")["words"] == "reward/mean not finite"
+    assert run.now() is run.now()
     (path / "rollouts/step_000002.parquet").write_bytes(b"no parquet")
     lines = (path / "journal.jsonl").read_bytes().split(b"\n")
     damaged = next(place for place, line in enumerate(lines) if b'"StepDone", "step": 3' in line)
@@ -219,7 +341,7 @@ def test_a_report_is_one_small_file_in_which_no_text_of_a_run_can_end_the_data(t
     assert "rollouts of" in said
     assert "of 30 steps" in said
     block = html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
-    assert json.loads(block)["runs"] == {"runs": ["sound"]}
+    assert json.loads(block)['["runs"]'] == {"runs": ["sound"]}
     assert html.count("</script>") == 2
     assert "src=" not in html.split('id="data"')[0].replace("src 'sha", "")
     assert "connect-src" not in html

@@ -114,6 +114,47 @@ def test_a_folder_belongs_to_one_process_until_that_ends_however_it_ends(tmp_pat
         pass
 
 
+def test_whoever_looks_sees_that_a_folder_is_in_use_and_leaves_its_lock_alone(tmp_path: Path):
+    folder = create_run(named(tmp_path, "mine"))
+    assert not folder.is_in_use()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        (folder.path / ".lock").chmod(0o444)  # as if it were another user's
+        assert folder.is_in_use()
+        with pytest.raises(RunFolderError), folder.locked():
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not folder.is_in_use()
+
+
+LOOK = """
+import sys
+from pathlib import Path
+from rallypoint.run.folder import RunFolder
+sys.exit(RunFolder(Path(sys.argv[1])).is_in_use())
+"""
+
+
+def test_a_process_that_asks_about_its_own_folder_keeps_its_lock(tmp_path: Path):
+    folder = create_run(named(tmp_path, "mine"))
+    with folder.locked():
+        assert folder.is_in_use()
+        assert subprocess.run([sys.executable, "-c", LOOK, str(folder.path)], check=False).returncode == 1
+    assert not folder.is_in_use()
+
+
+def test_a_lock_that_cannot_be_read_is_no_error(tmp_path: Path):
+    folder = create_run(named(tmp_path, "mine"))
+    (folder.path / ".lock").mkdir()
+    assert not folder.is_in_use()
+
+
 LEAVE_A_CHILD = """
 import os, subprocess, sys, time
 from pathlib import Path

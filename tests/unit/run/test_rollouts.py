@@ -15,7 +15,7 @@ from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.scored import Scored
 from rallypoint.errors import RunFolderError
 from rallypoint.run.rollouts import RolloutFiles, read_rollouts, rollout_files
-from rallypoint.run.step_rollouts import StepRollouts
+from rallypoint.run.step_rollouts import AT_MEAN, NO_SCORE, NO_SIGNAL, REPLACED, TRUNCATED, StepRollouts
 from rallypoint.types import ActorBatch, Metrics, Trajectory, Turn, assemble
 
 GIB = 2**30
@@ -97,6 +97,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "reward_extras": {"acc": 1.0},
         "replaced": False,
         "failure": None,
+        "untrained": None,
         "finish_reason": "stop",
         "turns": None,
         "metrics": None,
@@ -117,8 +118,50 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
     }
     assert (second["response_ids"], second["loss_mask"]) == ([7, 8, 9, 4], [True, False, False, True])
     assert (second["score"], second["failure"], second["advantages"]) == (None, "timeout: took too long", None)
+    assert second["untrained"] == NO_SCORE
     assert (third["finish_reason"], third["version"], third["advantages"]) == ("length", 2, [-0.5])
     assert third["response"] == "?", "half a character is no text"
+
+
+def whole_step(scores, *, cut=(), mask=(), needs_advantage=True, replaced=()):
+    """Return a step of groups with these scores, of which some rows were cut off and some are masked."""
+    num, flat = sum(map(len, scores)), torch.tensor([score for group in scores for score in group])
+    groups = torch.tensor([at for at, group in enumerate(scores) for _ in group])
+    turns = [Trajectory(turns=(turn((5, 6), (7, 2), (-0.5, -0.25), truncated=row in cut),)) for row in range(num)]
+    rows = assemble(turns, prompt_index=0, sample_index=list(range(num)), is_narrowed=False)
+    rows = dataclasses.replace(rows, prompt_index=groups)
+    rewards = torch.zeros(rows.num_tokens).index_add(0, rows.offsets[1:] - 1, flat)
+    none = tuple({} for _ in range(num))
+    scored = Scored(rows.scored(rewards), tuple(range(num)), (), none, tuple(None for _ in range(num)), Metrics())
+    means = torch.stack([flat[groups == group].mean() for group in groups])
+    advantages = (flat - means)[rows.row_of_token] * rows.loss_mask
+    same = ("offsets", "tokens", "loss_mask", "prompt_index", "sample_index", "rollout_logprobs")
+    none_of = {"old_logprobs": None, "reference_logprobs": None}
+    learned = ActorBatch(**{name: getattr(rows, name) for name in same}, **none_of, advantages=advantages)
+    learned = learned.rows([row for row in range(num) if row not in mask])
+    said = {"examples": [example()] * num, "texts": ["4"] * num, "learned": learned}
+    found = StepRollouts(rows, scored, **said, needs_advantage=needs_advantage, replaced=frozenset(replaced))
+    return found.table(1).column("untrained").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ({"scores": [[0, 0.5, 0.5, 1]]}, [None, AT_MEAN, AT_MEAN, None]),
+        ({"scores": [[1.0, 1.0], [0.0, 1.0]]}, [NO_SIGNAL, NO_SIGNAL, None, None]),
+        ({"scores": [[1.0, 1.0], [0.0, 1.0]], "mask": (0, 1)}, [NO_SIGNAL, NO_SIGNAL, None, None]),
+        ({"scores": [[1.0, 1.0], [0.0, 0.5]], "needs_advantage": False}, [None] * 4),
+        ({"scores": [[0.0, 1.0], [0.0, 1.0]], "cut": (0,), "mask": (0,)}, [TRUNCATED, None, None, None]),
+        ({"scores": [[1.0, 1.0], [0.0, 1.0]], "cut": (0,)}, [NO_SIGNAL, NO_SIGNAL, None, None]),
+        ({"scores": [[1.0, 1.0], [0.0, 1.0]], "mask": (0, 1), "replaced": (0,)}, [REPLACED, REPLACED, None, None]),
+    ],
+)
+def test_each_row_says_why_nothing_was_learned_from_it(step, expected):
+    assert whole_step(**step) == expected
+
+
+def test_a_validation_has_no_reasons_why_it_was_not_learned_from():
+    assert step_rollouts(learned=False).table(1).column("untrained").to_pylist() == [None] * 3
 
 
 def test_a_step_of_which_no_row_was_learned_has_no_advantages(tmp_path: Path):

@@ -10,6 +10,7 @@ from planted_runs import SLOW_RANK, planted_run
 from typer.testing import CliRunner
 
 from rallypoint.cli.main import app
+from rallypoint.config import load_config, values_of
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import (
     BatchTaken,
@@ -17,12 +18,14 @@ from rallypoint.journal import (
     Entry,
     Journal,
     RoleLost,
+    RolesRestarted,
     RolesStarted,
     RunBegan,
     RunEnded,
     StepDone,
     Validated,
 )
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.troubles import troubles, troubles_of
 
 BEGAN = RunBegan(first=0, config={"actor.num_epochs": 1}, software={}, machine="")
@@ -173,6 +176,36 @@ def test_a_fall_of_the_reward_is_dated_to_the_steps_in_which_it_fell():
     trouble = found(BEGAN, *falling[:40], saved, *falling[40:])["reward fell"]
     assert 50 <= (trouble.first or 0) <= 61
     assert "--from-step 40" in trouble.advice
+
+
+def test_a_reward_that_fell_is_told_although_one_step_had_none():
+    events = steps(reward__mean=lambda step: math.nan if step == 3 else 0.5 if step <= 60 else 0.1)
+    assert found(BEGAN, *events)["reward fell"].level == "bad"
+
+
+def test_a_rank_that_was_made_anew_is_named_by_its_new_process():
+    first = RolesStarted(step=0, metrics={}, processes={"rollout": ["1@a", "2@a"], "actor": ["3@a"]})
+    again = RolesRestarted(first=None, seconds=1.0, processes={"rollout": ["1@a", "9@b"]})
+    batches = [taken(step, 4.0, 11.0) for step in range(1, 81)]
+    slow = found(BEGAN, first, again, *batches, *steps())["rollout rank 1 is slow"]
+    assert "process 9@b" in slow.advice
+
+
+def test_nobody_expects_a_policy_to_learn_while_its_learning_rate_warms_up():
+    flat = steps(100, reward__mean=lambda step: 0.2 + 0.01 * (step % 2))
+    config = dict(
+        values_of(load_config("digits-grpo", ["actor.optimizer.warmup_ratio=0.9", "trainer.num_steps=100"]).config)
+    )
+    slow = RunBegan(first=0, config=config, software={}, machine="")
+    assert "not learning" in found(BEGAN, *flat)
+    assert "not learning" not in found(slow, *flat)
+
+
+def test_a_run_that_was_killed_and_not_resumed_says_so(tmp_path):
+    run = planted_run(tmp_path, num_steps=2, prompts=2, group=2)
+    assert "killed" in {one.words for one in troubles_of(run)}
+    with RunFolder(run).locked():
+        assert "killed" not in {one.words for one in troubles_of(run)}
 
 
 def test_a_clock_that_was_set_back_is_named_with_its_line():

@@ -120,12 +120,14 @@ export function chart({ title, note = "", lines, bands = [], limits = [], height
   one.label = (at) => {
     const steps = one.plot.data[0];
     const where = at ?? nearest(steps, current ?? steps[steps.length - 1]);
+    const isElsewhere = (at ?? null) === null && current !== null && where !== null && steps[where] !== current;
     values.replaceChildren(
       ...lines.flatMap((line, index) => {
         if (line.hidden && !line.label) return [];
         const value = where === null ? null : (line.shown ?? one.plot.data[index + 1])[where];
         if (value === null || value === undefined) return [];
-        return [el("span", { class: `key ${line.colour}` }, lines.length > 1 ? `${line.label} ` : "", el("b", {}, number(value)))];
+        const told = `${lines.length > 1 ? `${line.label} ` : ""}${isElsewhere ? `step ${steps[where]}: ` : ""}`;
+        return [el("span", { class: `key ${line.colour}` }, told, el("b", {}, number(value)))];
       }),
     );
   };

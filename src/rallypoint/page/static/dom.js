@@ -41,8 +41,9 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
-// Characters that steer a terminal, or that turn the order of a line around, are shown and not obeyed.
-const STEERING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+// Characters that steer a terminal, or that turn the order of a line around, are shown and not obeyed; joiners, of which
+// scripts and emoji are made, are left as they are.
+const STEERING = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
 export function visible(text) {
   return String(text ?? "").replace(STEERING, (one) => {

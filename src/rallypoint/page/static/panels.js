@@ -1,34 +1,33 @@
 // Health, time, what broke, the batch, provenance, comparison: each a function from facts to elements.
 
 import { LINES, chart, spark } from "./charts.js";
-import { ask } from "./source.js";
 import { duration, el, fill, mark, message, number, numeric, percent, table, visible } from "./dom.js";
 
 const ORDER = { bad: 0, watch: 1, ok: 2 };
 const PHASES = ["blue", "orange", "green", "purple", "sky", "vermilion", "yellow"];
 
-/** Draw the findings at a step; `open` holds the name of the signal whose evidence is shown. */
-export function drawHealth(body, facts, step, open, data, { onStep, onOpen }) {
-  const at = (rule) => rule.levels[step] ?? "ok";
-  const worst = (rule) => Object.values(rule.levels).reduce((a, b) => (ORDER[b] < ORDER[a] ? b : a), "ok");
+const levelAt = (rule, step) => rule.levels.find(([first, last]) => first <= step && step <= last)?.[2] ?? "ok";
+
+/** Draw the findings at a step; `open` is the key of the one whose evidence is shown. */
+export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
+  const at = (rule) => levelAt(rule, data.step);
+  const worst = (rule) => rule.levels.reduce((a, [, , b]) => (ORDER[b] < ORDER[a] ? b : a), "ok");
   const rules = facts.rules.toSorted((a, b) => ORDER[at(a)] - ORDER[at(b)] || ORDER[worst(a)] - ORDER[worst(b)]);
-  const cards = rules.map((rule) => {
-    const value = data.columns[rule.name]?.[data.steps.indexOf(step)];
+  const card = (rule) => {
     const level = at(rule);
-    const words = level === "ok" ? rule.signal ?? rule.name : rule.words;
-    const since = Object.keys(rule.levels).map(Number);
-    const history = since.length ? `${since.length} steps, first ${Math.min(...since)}` : "never a concern";
+    const num = rule.levels.reduce((sum, [first, last]) => sum + last - first + 1, 0);
+    const [, values] = data.curves?.[rule.name] ?? [[], []];
     return el(
       "button",
-      { class: `card ${level}`, data: { signal: rule.name }, "aria-expanded": rule.name === open ? "true" : "false", on: { click: () => onOpen(rule.name === open ? null : rule.name) } },
-      el("span", { class: "card-head" }, mark(level), words),
-      el("span", { class: "card-value" }, number(value)),
-      spark(data.columns[rule.name] ?? [], level === "ok" ? "blue" : level === "bad" ? "vermilion" : "orange"),
-      el("span", { class: "quiet small" }, history),
+      { class: `card ${level}`, data: { signal: rule.name }, "aria-expanded": rule.key === open ? "true" : "false", on: { click: () => onOpen(rule.key === open ? null : rule.key) } },
+      el("span", { class: "card-head" }, mark(level), level === "ok" ? rule.signal ?? rule.words : rule.words),
+      el("span", { class: "card-value" }, number(data.metrics[rule.name])),
+      spark(values, level === "ok" ? "blue" : level === "bad" ? "vermilion" : "orange"),
+      el("span", { class: "quiet small" }, num ? `${num} steps, first ${rule.levels[0][0]}` : "never a concern"),
     );
-  });
-  const rule = rules.find((one) => one.name === open);
-  fill(body, el("div", { class: "cards" }, cards), rule && evidence(rule, data, step, onStep));
+  };
+  const rule = rules.find((one) => one.key === open);
+  fill(body, el("div", { class: "cards" }, rules.map(card)), rule && evidence(rule, data.curves[rule.name] ?? [[], []], onStep));
 }
 
 /** Draw what has lasted, worst first: what `rally doctor RUN` says. */
@@ -46,28 +45,30 @@ export function drawTroubles(body, facts, onStep) {
   fill(body, facts.troubles.length ? el("ul", { class: "troubles" }, facts.troubles.map(row)) : message("no trouble has lasted, of those that rally doctor knows"));
 }
 
-function evidence(rule, data, step, onStep) {
-  const steps = Object.keys(rule.levels).map(Number).sort((a, b) => a - b);
+function evidence(rule, [steps, values], onStep) {
   const limits = (rule.thresholds ?? []).map((value, at) => [value, at ? "vermilion" : "orange"]);
-  const first = steps[0];
+  const [watch, bad] = (rule.thresholds ?? []).map((value) => number(value));
+  const told = [
+    ["what it means", rule.reason],
+    ["what to do", rule.advice],
+    ["thresholds", bad && `watch ${rule.worse} ${watch}, bad ${rule.worse} ${bad}`],
+  ].filter(([, value]) => value);
+  const first = rule.levels[0]?.[0];
   return el(
     "div",
     { class: "evidence" },
-    chart({ title: rule.name, lines: [{ label: rule.name, steps: data.steps, values: data.columns[rule.name] ?? [], colour: "blue" }], limits, height: 170, onStep, wide: true }),
+    chart({ title: rule.name, lines: [{ label: rule.name, steps, values, colour: "blue" }], limits, height: 170, onStep, wide: true }),
     el(
       "dl",
       { class: "facts" },
-      ...[
-        ["what it means", rule.reason],
-        ["what to do", rule.advice],
-        ["thresholds", rule.thresholds?.length ? `watch ${rule.worse} ${number(rule.thresholds[0])}, bad ${rule.worse} ${number(rule.thresholds[1])}` : null],
-      ].flatMap(([name, value]) => (value ? [el("dt", {}, name), el("dd", {}, value)] : [])),
+      told.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]),
       first !== undefined && [el("dt", {}, "began"), el("dd", {}, el("button", { class: "plain", on: { click: () => onStep(first) } }, `step ${first}`))],
     ),
   );
 }
 
-export function drawTime(body, facts, step, onStep) {
+/** Draw where time goes; `busy` has charts of its own, and `lanes` is filled by `drawLanes`. */
+export function drawTime(body, facts, busy, lanes, onStep) {
   const hasOther = facts.other.some((value) => value > 1e-3);
   const names = [...Object.keys(facts.phases), ...(hasOther ? ["other"] : [])];
   const columns = [...Object.values(facts.phases), ...(hasOther ? [facts.other] : [])];
@@ -79,34 +80,42 @@ export function drawTime(body, facts, step, onStep) {
   const totals = columns.map((column) => column.reduce((sum, value) => sum + (value ?? 0), 0));
   const whole = totals.reduce((a, b) => a + b, 0) || 1;
   const shares = names.map((name, at) => el("span", { class: `share ${PHASES[at % PHASES.length]}` }, `${name} `, el("b", {}, percent(totals[at] / whole))));
-  const lanes = el("div", { class: "lanes", id: "lanes" });
-  const slow = facts.slow_ranks.map((one) => message(`rollout rank ${one.rank}${where(facts, one.rank)} was a straggler in ${one.steps} of ${one.of} steps: over 1.5 times the median rank's time`, "warn"));
-  const few = facts.stragglers.slice(-5).map((one) => el("button", { class: "plain", on: { click: () => onStep(one.step) } }, `step ${one.step}: rank ${one.rank}, ${duration(one.seconds)} (median ${duration(one.median)})`));
+  const slow = facts.slow_ranks.map((one) => message(`rollout rank ${one.rank}${where(facts, one.rank)} was a straggler in ${one.steps} of ${one.of} steps: over 1.5 times the median of the others`, "warn"));
+  const few = facts.stragglers.slice(-5).map((one) => el("button", { class: "plain", on: { click: () => onStep(one.step) } }, `step ${one.step}: rank ${one.rank}, ${duration(one.seconds)} (the others ${duration(one.median)})`));
   fill(
     body,
     el("div", { class: "shares" }, shares),
-    el("div", { class: "charts two" }, chart({ title: "seconds of a step", lines: stacked.toReversed(), height: 190, onStep, low: 0 }), chart({ title: "tokens per second", lines: [{ label: "tokens/s", steps: facts.steps, values: facts.tokens_per_s, colour: "blue" }], height: 190, onStep, low: 0 })),
-    slow.length ? slow : facts.ranks > 1 ? message(`no rollout rank of ${facts.ranks} took over 1.5 times the median`) : null,
+    el("div", { class: "charts two" }, chart({ title: facts.each > 1 ? `seconds of a step, means of ${facts.each}` : "seconds of a step", lines: stacked.toReversed(), height: 190, onStep, low: 0 }), chart({ title: "tokens per second", lines: [{ label: "tokens/s", steps: facts.steps, values: facts.tokens_per_s, colour: "blue" }], height: 190, onStep, low: 0 })),
+    slow.length ? slow : facts.ranks > 1 ? message(`no rollout rank of ${facts.ranks} took over 1.5 times the median of the others`) : null,
     few.length > 0 && el("p", { class: "wrap" }, few),
+    busy,
     lanes,
     el("div", { class: "halves" }, memory(facts.memory), waste(facts.waste)),
   );
-  return lanes;
 }
 
 const where = (facts, rank) => (facts.processes.rollout?.[rank] ? ` (process ${facts.processes.rollout[rank]})` : "");
 
-/** Draw the bars of a step on one axis. */
+/** Draw the bars of a step on one axis: a lane for each rank, in which what overlaps stands in rows. */
 export function drawLanes(body, facts) {
   if (!facts.lanes.length) return fill(body, message(`step ${facts.step} is not done`));
-  const whole = Math.max(facts.seconds, ...facts.lanes.flatMap((lane) => lane.bars.map((bar) => bar.to))) || 1;
-  const bar = (one, at, name) =>
-    el("span", {
-      class: `bar ${name === "driver" ? PHASES[at % PHASES.length] : "blue"}`,
-      title: `${visible(one.name)}: ${duration(one.to - one.from)}`,
-      style: { left: `${(100 * Math.max(0, one.from)) / whole}%`, width: `${Math.max(0.15, (100 * (one.to - Math.max(0, one.from))) / whole)}%` },
-    }, name === "driver" && (one.to - one.from) / whole > 0.08 ? one.name : "");
-  const row = (lane) => el("div", { class: "lane" }, el("span", { class: "lane-name" }, lane.name), el("span", { class: "lane-bars" }, lane.bars.map((one, at) => bar(one, at, lane.name))));
+  const bars = facts.lanes.flatMap((lane) => lane.rows.flat());
+  const whole = Math.max(facts.seconds, ...bars.map((bar) => bar.to)) || 1;
+  const bar = (one, at, lane, height) => {
+    const from = Math.max(0, one.from);
+    const isDriver = lane.role === "driver";
+    const place = { left: `${(100 * from) / whole}%`, width: `${Math.max(0.15, (100 * (one.to - from)) / whole)}%` };
+    return el(
+      "span",
+      { class: `bar ${isDriver ? PHASES[at % PHASES.length] : "blue"}`, title: `${visible(one.name)}: ${duration(one.to - one.from)}`, style: { ...place, ...height } },
+      (one.to - from) / whole > 0.08 && lane.rows.length === 1 ? visible(one.name) : "",
+    );
+  };
+  const row = (lane) => {
+    const heights = lane.rows.map((_, at) => (lane.rows.length > 1 ? { top: `${(100 * at) / lane.rows.length}%`, bottom: `${100 - (100 * (at + 1)) / lane.rows.length}%` } : {}));
+    const name = lane.role === "driver" ? lane.name : `${lane.role.replace("rollout groups", "groups,")} ${lane.name.replace(/ \(.*/, "")}`;
+    return el("div", { class: "lane" }, el("span", { class: "lane-name", title: visible(lane.name) }, visible(name)), el("span", { class: "lane-bars", style: { height: `${Math.min(96, Math.max(20, 6 * lane.rows.length))}px` } }, lane.rows.flatMap((bars, at) => bars.map((one, place) => bar(one, place, lane, heights[at])))));
+  };
   return fill(body, el("h3", {}, `step ${facts.step}, ${duration(facts.seconds)}`), facts.lanes.map(row), el("div", { class: "lane-axis quiet" }, el("span", {}, "0 s"), el("span", {}, duration(whole))));
 }
 
@@ -130,13 +139,18 @@ function waste(facts) {
 
 const clock = (time) => new Date(1000 * time).toISOString().replace("T", " ").slice(0, 19);
 
-export function drawBroken(body, facts) {
+export function drawBroken(body, facts, onStep) {
   const starts = facts.starts.map((one, at) => [`${at + 1}`, clock(one.time), one.first ? `after step ${one.first}` : "from the beginning", duration(one.until - one.time), el("span", { class: `pill ${one.how}` }, one.how)]);
-  const why = facts.starts.filter((one) => one.why).map((one) => el("details", {}, el("summary", {}, visible(one.why.split("\n")[0])), el("pre", {}, visible(one.why))));
+  const folded = (text) => el("details", {}, el("summary", {}, visible(text.split("\n")[0])), el("pre", {}, visible(text)));
+  const why = facts.starts.filter((one) => one.why).map((one) => folded(one.why));
   const lost = facts.lost.map((one) => [clock(one.time), one.kind === "RoleLost" ? `lost ${one.role}, rank ${one.rank}${one.step === null ? "" : `, in step ${one.step}`}` : `there again after ${duration(one.seconds)}`, visible(one.why ?? "")]);
-  const failed = facts.failed.map((one) => [visible(one.why), number(one.num), `prompt ${one.prompt}, sample ${one.sample}: ${visible(one.reason).slice(0, 400)}`]);
-  const unscored = Object.entries(facts.unscored).map(([name, num]) => [name, number(num)]);
-  const nothing = facts.starts.length < 2 && !why.length && !lost.length && !failed.length && !unscored.length && !facts.damage;
+  const failed = facts.failed.map((one) => [
+    `${one.what === "rollout" ? "rollout failed" : "no score"}: ${visible(one.kind)}`,
+    number(one.num),
+    one.step === null ? "–" : el("button", { class: "plain small", on: { click: () => onStep(one.step) } }, `step ${one.step}`),
+    one.said ? folded(one.said) : "",
+  ]);
+  const nothing = facts.starts.length < 2 && !why.length && !lost.length && !failed.length && !facts.damage;
   fill(
     body,
     facts.damage && message(facts.damage, "error"),
@@ -144,8 +158,7 @@ export function drawBroken(body, facts) {
     table([numeric("start"), "UTC", "went on", numeric("lasted"), "ended"], starts),
     why,
     lost.length > 0 && [el("h3", {}, "lost processes"), table(["UTC", "what", "error"], lost)],
-    failed.length > 0 && [el("h3", {}, "failed rollouts"), table(["kind", numeric("how many"), "the first"], failed)],
-    unscored.length > 0 && [el("h3", {}, "rollouts without a score"), table(["kind", numeric("how many")], unscored)],
+    failed.length > 0 && [el("h3", {}, "failed samples"), table(["kind", numeric("how many"), "first in", "the first message, with a traceback if there is one"], failed)],
     facts.aside.length > 0 && message(`set aside in checkpoints/: ${facts.aside.join(", ")}`),
     facts.notes.length > 0 && el("details", {}, el("summary", {}, `${facts.notes.length} messages`), el("ul", { class: "notes" }, facts.notes.map((one) => el("li", {}, el("span", { class: "quiet" }, `${clock(one.time)} `), visible(one.text))))),
   );
@@ -199,37 +212,40 @@ export function drawProvenance(body, facts) {
   );
 }
 
-export async function drawComparison(body, runs, step, onStep) {
-  const [a, b] = runs;
-  const found = await ask("compare", { run: a, with: b });
+/** Draw what two runs differ in; `answers` is filled by `drawAnswers`. */
+export function drawComparison(body, found, [a, b], choice, answers, onStep) {
   const shown = (value) => visible(value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : value);
   const changes = (title, list) => list.length > 0 && [el("h3", {}, title), table(["key", a, b], list.map((one) => [el("code", {}, one.key), el("code", {}, shown(one.of_a)), el("code", {}, shown(one.of_b))]))];
-  const first = found.first;
+  const { first } = found;
   fill(
     body,
+    choice && el("label", { class: "quiet" }, "compared with ", choice),
     first ? el("p", { class: "message warn", id: "first-difference" }, "first difference: ", el("button", { class: "plain", on: { click: () => onStep(first.step) } }, `step ${first.step}`), `, ${first.what}: ${shown(first.of_a)} | ${shown(first.of_b)}`) : message(found.num_compared ? `equal in the ${found.num_compared} steps that both have done` : "no step that both have done"),
     found.where.map((line) => el("pre", { class: "small" }, visible(line))),
     changes("config", found.config),
     changes("config, on which no weight depends", found.free),
     changes("files", found.files),
     changes("packages and machine", found.around),
-    await answers(runs, step),
+    answers,
   );
 }
 
-async function answers(runs, step) {
-  const tables = await Promise.allSettled(runs.map((run) => ask("rollouts", { run, step, limit: 512 })));
-  if (tables.some((one) => one.status === "rejected")) return message(`no answers side by side: not both runs have rollouts of step ${step}`);
-  const of = tables.map((one) => new Map(one.value.rows.map((row) => [`${row.name} · ${row.sample_index}`, row])));
+/** Draw the answers of two runs to the same prompts; `found` has the outcome of asking each for its rollouts. */
+export function drawAnswers(body, runs, step, found) {
+  if (found.some((one) => one.status === "rejected")) return fill(body, message(`no answers side by side: not both runs have rollouts of step ${step}`));
+  const of = found.map((one) => new Map(one.value.rows.map((row) => [`${row.name} · ${row.sample_index}`, row])));
   const both = [...of[0].keys()].filter((key) => of[1].has(key)).slice(0, 6);
-  if (!both.length) return message(`step ${step}: no prompt that both runs sampled`);
+  if (!both.length) return fill(body, message(`step ${step}: no prompt that both runs sampled`));
   const cell = (row) => el("div", {}, el("b", {}, number(row.score, 3)), el("pre", { class: "small" }, visible(row.response)));
-  return [el("h3", {}, `the same prompts in step ${step}`), table(["prompt", ...runs], both.map((key) => [visible(key), cell(of[0].get(key)), cell(of[1].get(key))]))];
+  return fill(body, el("h3", {}, `the same prompts in step ${step}`), table(["prompt", ...runs], both.map((key) => [visible(key), cell(of[0].get(key)), cell(of[1].get(key))])));
 }
 
 /** Return a chart of a metric over all runs. */
 export function metricChart(name, perRun, onStep, remove) {
-  const lines = perRun.map(({ run, data }, at) => ({ label: run, steps: data.steps, values: data.columns[name] ?? data.steps.map(() => null), colour: LINES[at % LINES.length] }));
+  const lines = perRun.map(({ run, curves }, at) => {
+    const [steps, values] = curves[name] ?? [[], []];
+    return { label: run, steps, values, colour: LINES[at % LINES.length] };
+  });
   const node = chart({ title: name, lines, height: 130, onStep });
   if (remove) node.querySelector(".chart-head").append(el("button", { class: "plain remove", title: "remove", "aria-label": `remove ${name}`, on: { click: remove } }, "×"));
   return node;

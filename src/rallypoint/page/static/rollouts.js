@@ -5,25 +5,25 @@ import { el, fill, message, number, percent, visible } from "./dom.js";
 
 const PAGE = 25;
 const MOST_TOKENS = 4000;
-const FILTERS = ["all", "trained", "no signal", "failed", "truncated", "empty", "replaced"];
 const SORTS = { batch: "in order of the batch", "-score": "highest score", score: "lowest score", "-advantage": "highest advantage", advantage: "lowest advantage", "-length": "longest", length: "shortest", "-gap": "largest sampler–trainer gap" };
 const TINTS = { advantages: "advantage", ratio: "ratio trainer / sampler", surprise: "surprise (−logprob)", difference: "sampler–trainer difference" };
 
 /** Return the panel: `show(run, step)` moves it, `next(by)` goes to another rollout. */
-export function rolloutPanel(body, { onPin, remember }) {
+export function rolloutPanel(body, { onPin }) {
   const asked = { only: "all", sort: "batch", search: "", offset: 0, kind: "step" };
-  const at = { run: null, step: null, rows: [], place: null, found: 0, tint: "advantages", side: false, token: 0 };
+  const at = { run: null, step: null, rows: [], place: null, found: 0, tint: "advantages", side: false, token: 0, answer: null };
   const list = el("div", { class: "rollout-list" });
   const detail = el("div", { class: "rollout-detail" });
   const count = el("span", { class: "quiet", id: "rollout-count" });
   const search = el("input", { type: "search", id: "search", placeholder: "search prompts and answers  /", "aria-label": "search rollouts" });
   const choose = (name, options, label) =>
     el("select", { id: `choose-${name}`, "aria-label": label, on: { change: (event) => set(name, event.target.value) } }, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
+  const only = choose("only", { all: "all" }, "which rollouts");
   const tools = el(
     "div",
     { class: "tools" },
     search,
-    choose("only", Object.fromEntries(FILTERS.map((one) => [one, one])), "which rollouts"),
+    only,
     choose("sort", SORTS, "order"),
     choose("kind", { step: "trained on", validation: "validation" }, "kind"),
     count,
@@ -41,23 +41,27 @@ export function rolloutPanel(body, { onPin, remember }) {
     load(true);
   }
 
+  const where = () => ({ run: at.run, step: at.step, kind: asked.kind === "step" ? undefined : asked.kind });
+
   async function load(first = false) {
     const token = (at.token += 1);
     try {
-      const found = await ask("rollouts", { ...asked, run: at.run, step: at.step, limit: PAGE, kind: asked.kind === "step" ? undefined : asked.kind });
-      if (token !== at.token) return;
-      at.rows = found.rows;
-      at.found = found.found;
+      const found = await ask("rollouts", { ...asked, ...where(), limit: PAGE });
+      const answer = JSON.stringify(found);
+      if (token !== at.token || (!first && answer === at.answer)) return;
+      Object.assign(at, { answer, rows: found.rows, found: found.found });
+      const nums = { all: found.total, ...found.filters };
+      fill(only, Object.entries(nums).map(([name, num]) => el("option", { value: name, selected: name === asked.only }, `${name} (${num})`)));
       const [, low, middle, high] = found.scores;
-      fill(count, `${found.found} of ${found.total} rollouts · score p10 ${number(low, 3)}, median ${number(middle, 3)}, p90 ${number(high, 3)}`);
+      const of = found.kept === undefined ? `${found.total} rollouts` : `the ${found.kept} in this report, of ${found.total} rollouts`;
+      fill(count, `${found.found} of ${of} · score p10 ${number(low, 3)}, median ${number(middle, 3)}, p90 ${number(high, 3)}`);
       drawList();
       const kept = at.rows.find((row) => row.place === at.place);
-      if (at.rows.length && (first || !kept)) await pick(at.rows[0]);
-      else if (kept) await pick(kept);
+      if (at.rows.length) await pick((!first && kept) || at.rows[0]);
       else fill(detail, message("no rollout is left: try another filter"));
     } catch (error) {
       if (token !== at.token) return;
-      at.rows = [];
+      Object.assign(at, { answer: null, rows: [] });
       fill(count);
       fill(list, message(error.message, "error"));
       fill(detail);
@@ -72,7 +76,7 @@ export function rolloutPanel(body, { onPin, remember }) {
         el("span", { class: "rollout-name" }, visible(row.name), el("i", {}, ` · ${row.sample_index}`)),
         el("span", { class: "rollout-score" }, row.failure === null ? number(row.score, 3) : "failed"),
         el("span", { class: "rollout-text" }, visible(row.response).slice(0, 120) || "(empty)"),
-        el("span", { class: `rollout-advantage ${sign(row.advantage)}` }, row.replaced ? "replaced" : row.advantage === null ? "not trained" : `A ${number(row.advantage, 3)}`),
+        el("span", { class: `rollout-advantage ${sign(row.advantage)}`, title: row.untrained }, learned(row)),
         el("span", { class: "rollout-length quiet" }, `${row.length} tok${row.finish_reason === "length" ? ", cut" : ""}`),
       ),
     );
@@ -84,10 +88,8 @@ export function rolloutPanel(body, { onPin, remember }) {
   async function pick(row) {
     at.place = row.place;
     for (const button of list.querySelectorAll("[data-place]")) button.toggleAttribute("aria-current", Number(button.dataset.place) === at.place);
-    remember?.(row.place);
     const token = (at.token += 1);
-    const base = { run: at.run, step: at.step, kind: asked.kind === "step" ? undefined : asked.kind };
-    const [whole, one] = await Promise.allSettled([ask("group", { ...base, prompt: row.prompt_index }), ask("rollout", { ...base, place: row.place })]);
+    const [whole, one] = await Promise.allSettled([ask("group", { ...where(), prompt: row.prompt_index }), ask("rollout", { ...where(), place: row.place })]);
     if (token === at.token) drawDetail(row, whole.value, one.value, one.reason);
   }
 
@@ -112,11 +114,10 @@ export function rolloutPanel(body, { onPin, remember }) {
   }
 
   return {
-    show(run, step, place = null) {
-      if (at.run === run && at.step === step) return load();
+    show(run, step) {
+      if (step === null) return fill(list, message("no step is done yet"));
+      if (at.run !== run || at.step !== step) asked.offset = 0;
       Object.assign(at, { run, step });
-      if (place !== null) at.place = place;
-      asked.offset = 0;
       return load();
     },
     next(by) {
@@ -134,18 +135,28 @@ function text(label, content) {
   return el("div", { class: "said" }, el("span", { class: "role" }, label), el("pre", {}, visible(content)));
 }
 
+/** Say in two words what was learned from a rollout. */
+function learned(row) {
+  if (row.replaced) return "replaced";
+  return row.advantage === null ? (row.is_trained ? "trained" : "not trained") : `A ${number(row.advantage, 3)}`;
+}
+
 function sideBySide(rows, current, pick) {
-  return el(
-    "div",
-    { class: "side" },
-    rows.map((row) =>
-      el("article", { class: row.place === current.place ? "chosen" : "", on: { click: () => pick(row) } }, el("header", {}, `${row.sample_index} · `, el("b", {}, number(row.score, 3)), el("span", { class: `pill ${sign(row.advantage)}` }, row.advantage === null ? "not trained" : `A ${number(row.advantage, 3)}`)), el("pre", {}, visible(row.response) || "(empty)")),
-    ),
-  );
+  const parts = (row) => Object.entries(row.reward_parts ?? {}).map(([name, value]) => `${visible(name)} ${number(value, 3)}`);
+  const facts = (row) => [...parts(row), `${row.length} tokens`, row.finish_reason, `version ${row.version}`, row.untrained].filter(Boolean);
+  const article = (row) =>
+    el(
+      "article",
+      { class: row.place === current.place ? "chosen" : "", on: { click: () => pick(row) } },
+      el("header", {}, `${row.sample_index} · `, el("b", {}, row.failure === null ? number(row.score, 3) : "failed"), el("span", { class: `pill ${sign(row.advantage)}` }, learned(row))),
+      el("p", { class: "quiet small" }, visible(facts(row).join(" · "))),
+      el("pre", {}, visible(row.response) || "(empty)"),
+    );
+  return el("div", { class: "side" }, rows.map(article));
 }
 
 function drawOne(one, at, again) {
-  const choice = el("select", { id: "tint", "aria-label": "tint of tokens", on: { change: (event) => ((at.tint = event.target.value), again()) } }, Object.entries(TINTS).map(([value, name]) => el("option", { value, selected: value === at.tint }, name)));
+  const choice = el("select", { id: "tint", "aria-label": "tint of tokens", on: { change: (event) => ((at.tint = event.target.value), again()) } }, Object.entries(TINTS).map(([value, name]) => el("option", { value, selected: value === at.tint }, one[value] ? name : `${name}: not recorded here`)));
   const parts = Object.entries(one.reward_parts ?? {}).map(([name, value]) => [name, number(value)]);
   const versions = [...new Set(one.versions)];
   const facts = [
@@ -161,9 +172,10 @@ function drawOne(one, at, again) {
     ...Object.entries(one.extras ?? {}).map(([name, value]) => [name, number(value)]),
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return [
-    el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), scale(at.tint)),
+    el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), one[at.tint] && scale(at.tint)),
     tokens(one, at.tint),
     legend(one),
+    one.note && message(one.note),
     one.turns.length > 0 && el("details", { class: "turns", open: true }, el("summary", {}, `conversation of ${one.turns.length} turns`), one.turns.flatMap(turn)),
     el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, visible(name)), el("dd", {}, visible(value))])),
   ];
@@ -184,13 +196,13 @@ function scale(tint) {
 function tokens(one, tint) {
   const values = one[tint];
   const shown = (value) => (tint === "ratio" ? Math.log(Math.max(value, 1e-9)) : value);
-  const largest = Math.max(1e-9, ...(values ?? []).map((value) => Math.abs(shown(value))).slice(0, MOST_TOKENS));
+  const largest = Math.max(1e-9, ...(values ?? []).slice(0, MOST_TOKENS).filter(Number.isFinite).map((value) => Math.abs(shown(value))));
   const node = el("div", { class: "tokens", id: "tokens", "aria-label": "response, token by token" });
   const draw = (most) =>
     fill(
       node,
       one.pieces.slice(0, most).map((piece, at) => {
-        const value = values ? shown(values[at]) : 0;
+        const value = Number.isFinite(values?.[at]) ? shown(values[at]) : 0;
         const strength = Math.min(1, Math.abs(value) / largest);
         const kind = one.why[at] ? "untrained" : value < 0 ? "minus" : ["advantages", "ratio"].includes(tint) ? "plus" : "rising";
         const says = [
