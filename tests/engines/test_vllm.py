@@ -149,19 +149,27 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, mode
 
 def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
     params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200)
-    expected = generate(engine, prompts, params, version=4, group_size=8)
-    before, num_ticks, shared = len(servers), 0, dict[Path, int]()
+    requests = [
+        Request(tokens=tuple(prompts.rows([row]).tokens.tolist()), params=params, prompt_index=row, sample_index=sample)
+        for row in range(len(prompts))
+        for sample in range(8)
+    ]
+    before, shared = len(servers), dict[Path, int]()
 
-    def kill() -> None:
-        nonlocal num_ticks
-        num_ticks += 1
-        if num_ticks == 2:  # requests are under way
-            shared.update(shared_files(servers[-1].pid))
-            os.killpg(servers[-1].pid, signal.SIGKILL)
+    def sampled(*, kills: bool) -> list[list[int]]:
+        numbers, tokens, num_steps = [engine.submit(request) for request in requests], dict[int, list[int]](), 0
+        while engine.has_work:
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.tokens)
+            num_steps += 1
+            if kills and num_steps == 2:  # requests are under way
+                shared.update(shared_files(servers[-1].pid))
+                os.killpg(servers[-1].pid, signal.SIGKILL)
+        return [tokens[number] for number in numbers]
 
-    batch = generate(engine, prompts, params, version=4, tick=kill, group_size=8)
+    expected = sampled(kills=False)
+    assert sampled(kills=True) == expected
     assert len(servers) == before + 1
-    assert batch.tokens.tolist() == expected.tokens.tolist()
     assert shared
     assert not any(path.exists() for path in shared), "what the killed one had in memory with a name is gone"
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from accelerator_forms import accelerator_forms
 
-from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.models import PackedRows
 from rallypoint.models.fused import attend_fused
 from rallypoint.models.products import Limits

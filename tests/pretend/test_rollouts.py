@@ -8,11 +8,11 @@ import itertools
 
 import pytest
 import torch
+from accelerator_forms import accelerator_forms
 from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.config import LoRAConfig
-from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.generation import NativeEngine, Request, SamplingParams
 from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights

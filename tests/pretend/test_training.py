@@ -5,11 +5,11 @@ import functools
 import shutil
 
 import pytest
+from accelerator_forms import accelerator_forms
 from tiny_models import make_tiny_reward_model
 from tiny_runs import Runs, weights_of
 
 from rallypoint.config import load_config
-from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.errors import WorkerError
 from rallypoint.prepare.role_memory import reserved_tokens
 from rallypoint.run import read_metrics

@@ -1,5 +1,6 @@
 """What every engine is asked for, ours and those of others: one change of `SamplingParams` at a time, then all."""
 
+import queue
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,3 +25,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 def decode(tokens: Sequence[int]) -> str:
     """Return a text with one character for each token of a vocabulary of 20."""
     return "".join(TEXT[token] for token in tokens)
+
+
+def outputs_of(thread, request):
+    """Yield the outputs of a request as they come."""
+    outputs = queue.SimpleQueue()
+    thread.submit(request, outputs.put)
+    while True:
+        output = outputs.get()
+        if output.error is not None:
+            raise output.error
+        yield output
+        if output.finish_reason is not None:
+            return

@@ -10,7 +10,6 @@ annotation is B+1, the length of offsets.
 
 from rallypoint.algorithms.advantages import (
     gae_advantages,
-    group_relative_advantages,
     group_relative_token_advantages,
     group_relative_turn_advantages,
     turn_gae_advantages,
@@ -78,7 +77,6 @@ __all__ = [
     "explained_variance",
     "gae_advantages",
     "gap_metrics",
-    "group_relative_advantages",
     "group_relative_token_advantages",
     "group_relative_turn_advantages",
     "has_signal",

@@ -165,7 +165,12 @@ def normalized_in_groups(
     normalize_std: bool,
     sizes: Float[Tensor, " N"] | None = None,
 ) -> Float[Tensor, " N"]:
-    """Return x minus its group's mean, and if asked divided by its group's (population) std.
+    """Return x minus its group's mean, and if asked divided by its group's (population) std, in float64.
+
+        advantages[b] = (scores[b] - mean of the group) / std of the group
+
+    With `normalize_std` this is GRPO (DeepSeekMath, arXiv 2402.03300); without the division it is Dr. GRPO (arXiv
+    2503.20783). A group with a single member gets exactly 0.
 
     Groups without a signal, see `differing`, give exactly 0: the mean of three times 0.1 is not 0.1 in floating point,
     and dividing by the std would blow the difference up.
@@ -173,6 +178,12 @@ def normalized_in_groups(
     >>> x = torch.tensor([1.0, 0.1, 3.0, 0.1, 0.1, 7.0])
     >>> normalized_in_groups(x, torch.tensor([5, 2, 5, 2, 2, 9]), normalize_std=True).tolist()
     [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+    Args:
+        x: [N] such as one number per rollout that exists; a failed rollout has no row.
+        groups: [N] int64 which prompt; need be neither sorted nor adjacent nor of equal size.
+        normalize_std: divide by the group's standard deviation.
+        sizes: [N] of what each x is a sum, without signs; None: |x|.
     """
     group, num_groups = numbered(groups)
     x, zeros = x.to(torch.float64), torch.zeros(num_groups, dtype=torch.float64, device=x.device)

@@ -225,37 +225,6 @@ def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " 
     return put_back(centered / centered.square().mean().sqrt(), positions, x)
 
 
-def group_relative_advantages(
-    scores: Float[Tensor, " B"],
-    groups: Int[Tensor, " B"],
-    *,
-    normalize_std: bool,
-    sizes: Float[Tensor, " B"] | None = None,
-) -> Float[Tensor, " B"]:
-    """Return how much better each rollout was than the mean of its group.
-
-        advantages[b] = (scores[b] - mean of the group) / std of the group
-
-    With `normalize_std` this is GRPO (DeepSeekMath, arXiv 2402.03300); without the division it is
-    Dr. GRPO (arXiv 2503.20783). The std is the population's, divided by the members and not by one less.
-    A group whose scores differ by rounding alone, see `differing`, or that has a single member, gets exactly 0.
-
-    Three groups, one of which lost a member, in any order:
-
-    >>> scores = torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0, 7.0])
-    >>> groups = torch.tensor([5, 2, 5, 2, 2, 9])
-    >>> group_relative_advantages(scores, groups, normalize_std=True).tolist()
-    [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-
-    Args:
-        scores: [B] one number per rollout that exists; a failed rollout has no row.
-        groups: [B] int64 which prompt; need be neither sorted nor adjacent nor of equal size.
-        normalize_std: divide by the group's standard deviation.
-        sizes: [B] of what each score is a sum, without signs; None: |scores|.
-    """
-    return normalized_in_groups(scores, groups, normalize_std=normalize_std, sizes=sizes).to(scores.dtype)
-
-
 def group_relative_token_advantages(
     token_rewards: Float[Tensor, " T"],
     loss_mask: Bool[Tensor, " T"],
@@ -273,7 +242,7 @@ def group_relative_token_advantages(
     The paper has a discount of 1. With less, a token answers less for the rewards after it, and with 0 only
     for its own, which is right where every token earns its reward by itself. The paper normalises over
     reasoning steps; here every trained token is a step, and one without a reward
-    of its own counts as a reward of 0. Std and equal rewards are treated as in `group_relative_advantages`,
+    of its own counts as a reward of 0. Std and equal rewards are treated as in `normalized_in_groups`,
     and so is a group in which only one rollout has trained tokens: it gets exactly 0.
 
     One group of two rows, each with a prompt of one token:

@@ -4,9 +4,6 @@ Both forms give the same numbers up to rounding. Which one a device gets is deci
 form for accelerators can run on a CPU too and be compared with an accelerator bit for bit.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 _IN_PIECES = {"cpu"}
@@ -21,13 +18,3 @@ def computes_in_pieces(device: torch.device) -> bool:
     (True, False)
     """
     return device.type in _IN_PIECES
-
-
-@contextlib.contextmanager
-def accelerator_forms() -> Iterator[None]:
-    """Have CPUs use the form of accelerators in the block; for tests, in a process that computes nothing else."""
-    _IN_PIECES.discard("cpu")
-    try:
-        yield
-    finally:
-        _IN_PIECES.add("cpu")

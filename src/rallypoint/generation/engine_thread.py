@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -65,26 +64,6 @@ class EngineThread:
     def cancel(self, request_id: int) -> None:
         """Give a request up; its last output is delivered with `finish_reason="cancelled"`."""
         self._engine.cancel(request_id)
-
-    def stream(self, request: Request) -> Iterator[Output]:
-        """Sample one response and yield its outputs as they come. Who stops iterating gives the request up.
-
-        Raises:
-            RequestError: see `GenerationEngine.submit`.
-            RallyError: whatever made it fail.
-        """
-        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        request_id = self.submit(request, outputs.put)
-        try:
-            while True:
-                output = outputs.get()
-                if output.error is not None:
-                    raise output.error
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self.cancel(request_id)
 
     def call(self, change: Callable[[GenerationEngine], ResultT]) -> ResultT:
         """Do something with the engine between two steps, such as `load`, and wait until it is done.

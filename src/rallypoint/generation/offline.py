@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
 from rallypoint.generation.protocol import GenerationEngine, Output, Request, SamplingParams
@@ -17,8 +17,6 @@ def generate(
     *,
     version: int,
     group_size: int = 1,
-    tick: Callable[[], None] = lambda: None,
-    failures: list[GenerationError] | None = None,
 ) -> RolloutBatch:
     """Sample G rollouts of each prompt; those of a prompt are neighbours in the result.
 
@@ -28,9 +26,6 @@ def generate(
         params: of every rollout; see `SamplingParams`.
         version: that must be loaded; stamped on every rollout.
         group_size: G, rollouts of each prompt.
-        tick: called at every step, as a sign of progress.
-        failures: takes the errors of rollouts that failed because of their engine, which the result then lacks; None:
-            the first one is raised.
 
     Raises:
         WeightsMismatchError: the engine holds other weights.
@@ -53,17 +48,16 @@ def generate(
             except RallyError:
                 _withdraw(engine, row_of_request)
                 raise
-    outputs = _collect(engine, row_of_request, tick, failures)
+    outputs = _collect(engine, row_of_request)
     groups: list[RolloutBatch] = []
     for place in range(len(prompts)):
         tokens = tuple(prompts.rows([place]).tokens.tolist())
         group = outputs[place * group_size : (place + 1) * group_size]
-        kept = {s: as_turn(tokens, one) for s, one in enumerate(group) if one[-1].finish_reason != "failed"}
         groups.append(
             assemble(
-                [Trajectory(turns=(turn,)) for turn in kept.values()],
+                [Trajectory(turns=(as_turn(tokens, one),)) for one in group],
                 prompt_index=int(prompts.prompt_index[place]),
-                sample_index=list(kept),
+                sample_index=list(range(group_size)),
                 is_narrowed=params.narrows,
             )
         )
@@ -140,26 +134,18 @@ def _check_awake(engine: GenerationEngine) -> None:
         raise GenerationError("the engine is asleep and would sample nothing; call its `wake` first")
 
 
-def _collect(
-    engine: GenerationEngine,
-    row_of_request: Mapping[int, int],
-    tick: Callable[[], None],
-    failures: list[GenerationError] | None,
-) -> list[list[Output]]:
+def _collect(engine: GenerationEngine, row_of_request: Mapping[int, int]) -> list[list[Output]]:
     """Take steps until all requests have ended, and return the outputs of each row. None is left behind by an error."""
     outputs: list[list[Output]] = [[] for _ in row_of_request]
     still_open = set(row_of_request)
     try:
         while still_open:
             for output in engine.step():
-                if failures is not None and isinstance(output.error, GenerationError):
-                    failures.append(output.error)
-                elif output.error is not None:
+                if output.error is not None:
                     raise output.error
                 outputs[row_of_request[output.request_id]].append(output)
                 if output.finish_reason is not None:
                     still_open.remove(output.request_id)
-            tick()
     finally:
         if still_open:
             _withdraw(engine, still_open)

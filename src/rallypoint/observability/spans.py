@@ -14,8 +14,8 @@ belongs to the collector that was current when it began.
 ...         pass
 ...     with span("learn"):
 ...         pass
->>> spans.phases(), spans.elapsed_s, spans.shares()
-({'rollout': 1.0, 'learn': 2.0}, 4.0, {'rollout': 0.25, 'learn': 0.5, 'other': 0.25})
+>>> spans.seconds, shares_of(spans.seconds, spans.elapsed_s)
+({'rollout': 1.0, 'learn': 2.0}, {'rollout': 0.25, 'learn': 0.5, 'other': 0.25})
 """
 
 from __future__ import annotations
@@ -64,14 +64,6 @@ class Spans:
     def elapsed_s(self) -> float:
         """Seconds from the beginning to the end of the collector, or to now while it is open."""
         return (self.clock() if self._ended is None else self._ended) - self._began
-
-    def phases(self) -> dict[str, float]:
-        """Return the seconds of the top-level spans only."""
-        return top_level(self.seconds)
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of each phase, and of `other`; they add up to one."""
-        return shares_of(self.phases(), self.elapsed_s)
 
     def scalars(self) -> dict[str, float]:
         """Return all spans under their names in the metrics."""

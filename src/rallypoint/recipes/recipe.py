@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rallypoint.algorithms import (
     ADVANTAGES,
@@ -67,18 +67,6 @@ _NOT_EXACT = (
     "turns of episodes are sampled in whatever batch they meet, so two runs with one seed may differ by rounding; "
     "with rollout.exact=true they do not"
 )
-
-
-class Source(Protocol):
-    """Where batches come from. A checkpoint keeps one number of it."""
-
-    @property
-    def num_admitted(self) -> int:
-        """Prompts or rows that were taken from the data so far."""
-        ...
-
-    @num_admitted.setter
-    def num_admitted(self, num: int, /) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,7 +141,7 @@ class Recipe(abc.ABC):
     config: RunConfig
     actor: Learner[Any, Any]
     """The model that the run is there for."""
-    source: Source
+    source: Batches | ExampleSource
 
     @classmethod
     @abc.abstractmethod

@@ -128,7 +128,7 @@ class StepReport:
     step: int
     scalars: Mapping[str, float]
     spans: Mapping[str, float]
-    """Seconds by phase: `Spans.phases()`. Paths of nested spans are passed over."""
+    """Seconds by phase: spans of the top level. Paths of nested spans are passed over."""
     seconds: float
     """Seconds of the whole step."""
     num_tokens: int

@@ -123,11 +123,6 @@ class Groups:
         return PromptsDone(self.num_taken, self._oldest, tuple(sorted(self._ahead)))
 
     @property
-    def num_in_flight(self) -> int:
-        """Groups that were admitted, and neither taken nor dropped."""
-        return len(self._in_flight)
-
-    @property
     def replaced(self) -> list[int]:
         """Groups that were dropped for the next step, in order; those behind its groups count for later ones."""
         last = max([*self._in_flight][: self._num_prompts], default=-1)

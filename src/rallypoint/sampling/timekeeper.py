@@ -11,13 +11,16 @@ import dataclasses
 import statistics
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, RolloutFailed, TurnSampled
 from rallypoint.types import Mean, Metrics, Trajectory
+
+if TYPE_CHECKING:
+    from rallypoint.sampling.group import GroupInFlight
 
 _MUCH_SLOWER = 10.0
 """Times as long as most others take."""
@@ -34,30 +37,6 @@ class Times:
     scored: float | None = None
     turns: tuple[TurnSampled, ...] = ()
     """Its responses, when it is sampled."""
-
-
-class Timed(Protocol):
-    """A group, as far as its times are told."""
-
-    @property
-    def index(self) -> int:
-        """Index of its prompt in the run."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Name of its example."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """Rank that samples it."""
-        ...
-
-    @property
-    def times(self) -> Times:
-        """When what happened to it."""
-        ...
 
 
 class Timekeeper:
@@ -87,7 +66,7 @@ class Timekeeper:
         """Record that the trainer waits for a batch."""
         self._asked = self._clock()
 
-    def scored(self, group: Timed, validation: int | None) -> None:
+    def scored(self, group: GroupInFlight, validation: int | None) -> None:
         """Record that a group is scored, of training or of the validation after a step."""
         times = group.times
         scored = GroupScored(
@@ -122,7 +101,7 @@ class Timekeeper:
         """Return the seconds from the start of the run to a time."""
         return 0.0 if time is None else round(time - self._began, 4)
 
-    def taken(self, step: int, groups: Sequence[Timed], busy_s: Sequence[float]) -> Metrics:
+    def taken(self, step: int, groups: Sequence[GroupInFlight], busy_s: Sequence[float]) -> Metrics:
         """Record that it has the batch of a step; return the shares of time since the one before.
 
         Args:
@@ -150,7 +129,7 @@ class Timekeeper:
             }
         )
 
-    def slowest(self, groups: Sequence[Timed]) -> str | None:
+    def slowest(self, groups: Sequence[GroupInFlight]) -> str | None:
         """Say which group a step waits for; None unless others took a small part of its time.
 
         They are most groups of the step, or, while too few of it have ended, those of earlier steps. In the first step
@@ -185,6 +164,6 @@ def turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
             yield sample, number, turn.spans or ((turn.version, len(turn.response)),), digest
 
 
-def _seconds(groups: Sequence[Timed]) -> list[float]:
+def _seconds(groups: Sequence[GroupInFlight]) -> list[float]:
     """Return how long those groups took that are scored."""
     return [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]

@@ -1,4 +1,4 @@
-"""Rollouts as training traces of OpenEnv (version 1), which other trainers read, and back.
+"""Rollouts as training traces of OpenEnv (version 1), which other trainers read.
 
 Owns: what of a rollout is in a trace. Must not know: who reads it. A turn of a trace is one call: all tokens before the
 response, and the response. Its loss mask covers both, so every sampled token is trained in one turn only.
@@ -11,19 +11,13 @@ The row of a rollout file whose two sequences are 5 6 7 and 5 8:
 >>> trace = trace_of(row)
 >>> [(turn["node_id"], turn["prompt_token_ids"], turn["completion_token_ids"]) for turn in trace["turns"]]
 [('4-1-0', [5, 6], [7]), ('4-1-1', [5], [8])]
->>> trajectory_of(trace).sequences
-((0,), (1,))
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
-
-from rallypoint.errors import DataError
-from rallypoint.sampling.calls import Calls
-from rallypoint.types import Trajectory, Turn
+from typing import Any
 
 
 def trace_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,29 +60,3 @@ def _turns_of(row: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
             begin = None
         start = at if is_start else start
         begin = at if is_sampled and begin is None else begin
-
-
-def trajectory_of(trace: Mapping[str, Any]) -> Trajectory:
-    """Return the rollout that a trace is of: the turns that are trained, each continuing the one that it begins with.
-
-    Raises:
-        DataError: it is of another version, or trains a part of a response.
-    """
-    if trace.get("schema_version") != 1:
-        raise DataError(f"expected a training trace of version 1, found {trace.get('schema_version')!r}")
-    calls = Calls(())
-    for turn in cast("list[dict[str, Any]]", trace["turns"]):
-        prompt, response = tuple[int, ...](turn["prompt_token_ids"]), tuple[int, ...](turn["completion_token_ids"])
-        mask, logprobs = list(turn["loss_mask"]), tuple[float, ...](turn["per_token_logps"])
-        if not any(mask):  # of a call that is only context to others
-            continue
-        if mask != [0] * len(prompt) + [1] * len(response) or len(logprobs) != len(response):
-            raise DataError(
-                f"turn {turn['node_id']}: expected a loss_mask of 0 for each of {len(prompt)} tokens of the prompt, 1 "
-                f"for each of {len(response)} of the response, and as many logprobs; found {sum(mask)} of {len(mask)} "
-                f"tokens trained, and {len(logprobs)} logprobs"
-            )
-        version = int(turn["metadata"].get("version", 0))
-        sampled = {"response": response, "logprobs": logprobs, "sampled_logprobs": logprobs, "version": version}
-        calls.end(calls.begin(prompt), Turn(prompt=(), truncated=False, **sampled))
-    return Trajectory(turns=tuple(calls.turns))

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rallypoint.algorithms import (
     gae_advantages,
-    group_relative_advantages,
     group_relative_token_advantages,
     group_relative_turn_advantages,
     whiten,
 )
+from rallypoint.algorithms._rows import normalized_in_groups
 from rallypoint.testing.cases import make_case
 
 numbers = st.integers(-64, 64).map(lambda n: n / 16)  # exact in float32
@@ -148,7 +148,7 @@ def test_nan_outside_the_mask_never_leaks():
 
 def test_a_nan_score_stays_visible_in_its_own_group_only():
     scores = floats([float("nan"), 1, 0, 1])
-    advantages = group_relative_advantages(scores, torch.tensor([0, 0, 1, 1]), normalize_std=True)
+    advantages = normalized_in_groups(scores, torch.tensor([0, 0, 1, 1]), normalize_std=True)
     assert advantages.isnan().tolist() == [True, True, False, False]
 
 
@@ -166,7 +166,7 @@ def test_whitening_equal_numbers_gives_zeros():
 def test_group_relative_equals_the_definition_for_groups_in_any_order(rows, normalize_std):
     _, _, _, offsets, groups = rows
     scores = [float(stop - start) for start, stop in itertools.pairwise(offsets)]
-    actual = group_relative_advantages(floats(scores), torch.tensor(groups), normalize_std=normalize_std)
+    actual = normalized_in_groups(floats(scores), torch.tensor(groups), normalize_std=normalize_std)
     ones = [True] * len(scores)
     case = case_of(scores, scores, ones, list(range(len(scores) + 1)), groups)
     assert_close(actual, (formulas.grpo if normalize_std else formulas.dr_grpo)(case))
@@ -176,20 +176,20 @@ def test_group_relative_equals_the_definition_for_groups_in_any_order(rows, norm
 def test_equal_scores_and_single_members_get_exactly_zero(normalize_std):
     scores = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3], dtype=torch.float64)
     groups = torch.tensor([4, 4, 4, 9, 1, 1, 1, 1, 1, 1])
-    assert group_relative_advantages(scores, groups, normalize_std=normalize_std).tolist() == [0.0] * 10
+    assert normalized_in_groups(scores, groups, normalize_std=normalize_std).tolist() == [0.0] * 10
 
 
 def test_rounding_noise_between_scores_is_not_a_signal():
     scores = torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64)
-    advantages = group_relative_advantages(scores, torch.tensor([0, 0]), normalize_std=True)
+    advantages = normalized_in_groups(scores, torch.tensor([0, 0]), normalize_std=True)
     assert scores[0] != scores[1]
     assert advantages.abs().max() < 1e-9
 
 
 def test_one_success_in_four_by_hand():
     scores, groups = floats([1, 0, 0, 0]), torch.tensor([0, 0, 0, 0])
-    plain = group_relative_advantages(scores, groups, normalize_std=False)
-    scaled = group_relative_advantages(scores, groups, normalize_std=True)
+    plain = normalized_in_groups(scores, groups, normalize_std=False)
+    scaled = normalized_in_groups(scores, groups, normalize_std=True)
     assert plain.tolist() == [0.75, -0.25, -0.25, -0.25]
     assert_close(scaled, [3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], atol=1e-6)
 
@@ -228,8 +228,8 @@ def test_the_order_of_rollouts_does_not_matter(rows, random):
     scores = floats([float(stop - start) for start, stop in itertools.pairwise(offsets)])
     order = list(range(len(groups)))
     random.shuffle(order)
-    whole = group_relative_advantages(scores, torch.tensor(groups), normalize_std=True)
-    shuffled = group_relative_advantages(scores[order], torch.tensor(groups)[order], normalize_std=True)
+    whole = normalized_in_groups(scores, torch.tensor(groups), normalize_std=True)
+    shuffled = normalized_in_groups(scores[order], torch.tensor(groups)[order], normalize_std=True)
     torch.testing.assert_close(shuffled, whole[order])
 
 

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from sampling_cases import outputs_of
 
 from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation import EngineThread, HFEngine, NativeEngine, Request, stream
@@ -24,7 +25,7 @@ def test_requests_of_many_threads_get_their_own_outputs(engine, params):
     thread = EngineThread(engine)
 
     def ask(place):
-        for output in thread.stream(requests[place]):
+        for output in outputs_of(thread, requests[place]):
             found[place].extend(output.tokens)
 
     askers = [threading.Thread(target=ask, args=[place]) for place in range(len(requests))]
@@ -39,7 +40,7 @@ def test_requests_of_many_threads_get_their_own_outputs(engine, params):
 def test_a_thread_makes_changes_between_steps_and_hands_their_errors_back(engine, params):
     thread = EngineThread(engine)
     request = Request(tokens=(3, 4), params=params)
-    expected = [token for output in thread.stream(request) for token in output.tokens]
+    expected = [token for output in outputs_of(thread, request) for token in output.tokens]
     thread.call(lambda engine: engine.sleep())
     outputs = []
     finished = threading.Event()
@@ -82,7 +83,7 @@ def test_requests_of_an_engine_that_breaks_fail_instead_of_waiting_for_ever(make
     heard = []
     thread = EngineThread(Broken(make_policy()), on_failure=lambda failure: heard.append(str(failure.__cause__)))
     with pytest.raises(GenerationError, match=r"its requests are lost: OSError: out of order$"):
-        list(thread.stream(Request(tokens=(3, 4), params=params)))
+        list(outputs_of(thread, Request(tokens=(3, 4), params=params)))
     thread.close()
     assert thread.has_failed
     with pytest.raises(GenerationError, match=r"given up: OSError: out of order$"):
@@ -128,7 +129,7 @@ def test_a_step_that_fails_costs_the_requests_under_way_and_the_engine_goes_on(f
             "the engine failed and its requests are lost: MemoryError: of the model"
         }
         for request, tokens in zip(requests, expected, strict=True):
-            assert [token for output in thread.stream(request) for token in output.tokens] == tokens
+            assert [token for output in outputs_of(thread, request) for token in output.tokens] == tokens
     thread.close()
     assert not thread.has_failed
     assert not engine.has_work
@@ -139,12 +140,12 @@ def test_an_engine_is_given_up_when_it_cannot_answer_us_either(failing, params):
     engine = NativeEngine(model)
     thread = EngineThread(engine)
     request = Request(tokens=(3, 4), params=params)
-    assert list(thread.stream(request))
+    assert list(outputs_of(thread, request))
     errors += [MemoryError("of the model")] * 2
     with pytest.raises(GenerationError, match="are lost: MemoryError: of the model"):
-        list(thread.stream(request))
+        list(outputs_of(thread, request))
     with pytest.raises(GenerationError, match="is given up: MemoryError: of the model"):
-        list(thread.stream(request))
+        list(outputs_of(thread, request))
     thread.close()
 
 
@@ -169,8 +170,8 @@ def test_requests_that_an_engine_cannot_bear_never_end_it_and_leave_nothing_in_m
     thread = EngineThread(engine, on_failure=heard.append)
     for _ in range(5):
         with pytest.raises(GenerationError, match="are lost: MemoryError: no room"):
-            list(thread.stream(Request(tokens=(3, 4, 5, 6), params=params)))
-    assert list(thread.stream(Request(tokens=(3, 4), params=params)))
+            list(outputs_of(thread, Request(tokens=(3, 4, 5, 6), params=params)))
+    assert list(outputs_of(thread, Request(tokens=(3, 4), params=params)))
     thread.close()
     assert not thread.has_failed
     assert (len(heard), len(engine.computed)) == (5, 5)
@@ -193,7 +194,7 @@ def test_a_step_that_fails_without_requests_does_not_end_an_engine_that_samples(
     for _ in range(2):
         thread.call(lambda engine: None)
         heard.acquire()
-    assert list(thread.stream(Request(tokens=(3, 4), params=params)))
+    assert list(outputs_of(thread, Request(tokens=(3, 4), params=params)))
     assert not errors
     thread.close()
     assert not thread.has_failed
@@ -238,6 +239,6 @@ def test_who_cannot_take_a_failure_or_a_output_holds_nobody_up(failing, params):
         thread.call(lambda engine: engine.wake())
         assert "are lost" in str(outputs.get().error)
     thread.submit(request, raising)
-    assert list(thread.stream(request))
+    assert list(outputs_of(thread, request))
     thread.close()
     assert not thread.has_failed

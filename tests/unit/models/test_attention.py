@@ -7,10 +7,10 @@ import contextlib
 
 import pytest
 import torch
+from accelerator_forms import accelerator_forms
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from rallypoint.cpu.forms import accelerator_forms
 from rallypoint.model_files import load_policy
 from rallypoint.models import PackedRows, lm_head
 from rallypoint.models.attention import attend_rows

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from rallypoint.observability import collect_spans, span
+from rallypoint.observability.spans import shares_of, top_level
 
 
 class Clock:
@@ -37,8 +38,8 @@ def test_a_nested_span_has_a_path_and_is_not_counted_twice_in_the_shares() -> No
                 clock.pass_by(2.0)
         clock.pass_by(1.0)
     assert spans.seconds == {"learn": 3.0, "learn/critic": 2.0}
-    assert spans.phases() == {"learn": 3.0}
-    assert spans.shares() == {"learn": 0.75, "other": 0.25}
+    assert top_level(spans.seconds) == {"learn": 3.0}
+    assert shares_of(top_level(spans.seconds), spans.elapsed_s) == {"learn": 0.75, "other": 0.25}
     assert spans.scalars() == {"time_s/learn": 3.0, "time_s/learn/critic": 2.0}
 
 
@@ -66,7 +67,7 @@ def test_the_body_of_a_span_may_await_and_gathered_tasks_keep_to_their_own_paren
     with collect_spans(clock) as spans:
         asyncio.run(step())
     assert set(spans.seconds) == {"judge", "judge/slow", "judge/late", "publish"}
-    assert spans.phases() == {"judge": 2.0, "publish": 0.0}
+    assert top_level(spans.seconds) == {"judge": 2.0, "publish": 0.0}
 
 
 def test_phases_that_overlap_share_the_whole_without_exceeding_it() -> None:
@@ -85,8 +86,8 @@ def test_phases_that_overlap_share_the_whole_without_exceeding_it() -> None:
     with collect_spans(clock) as spans:
         asyncio.run(both())
     assert spans.elapsed_s == 2.0
-    assert sum(spans.phases().values()) == 4.0
-    assert spans.shares() == {"rollout": 0.5, "learn": 0.5}
+    assert sum(top_level(spans.seconds).values()) == 4.0
+    assert shares_of(top_level(spans.seconds), spans.elapsed_s) == {"rollout": 0.5, "learn": 0.5}
 
 
 def test_a_span_that_raises_is_counted_and_leaves_no_parent_behind() -> None:
@@ -139,4 +140,4 @@ def test_a_name_that_would_be_mistaken_for_a_path_is_refused(name: str) -> None:
 def test_shares_of_no_time_at_all_are_empty() -> None:
     with collect_spans(Clock()) as spans, span("rollout"):
         pass
-    assert spans.shares() == {}
+    assert shares_of(top_level(spans.seconds), spans.elapsed_s) == {}

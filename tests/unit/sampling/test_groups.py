@@ -27,6 +27,11 @@ class Run:
         for index in self.groups.admit():
             self.under_way[index] = []
 
+    @property
+    def num_in_flight(self):
+        """Groups that were admitted, and neither taken nor dropped."""
+        return len(self.under_way) + len(self.oldest) - len({*self.taken, *self.dropped})
+
     def sample(self, choice):
         """Sample a token of one of the groups, which may end with it, and may be dropped then."""
         index = sorted(self.under_way)[choice % len(self.under_way)]
@@ -74,7 +79,7 @@ def test_no_latency_window_or_dropped_group_breaks_the_bound(given, choices):
         (run.admit, run.train, run.load)[choice % 3]()
         if run.under_way:
             run.sample(choice // 3)
-        assert run.groups.num_in_flight <= (max_staleness + 1) * num_prompts - (window - 1)
+        assert run.num_in_flight <= (max_staleness + 1) * num_prompts - (window - 1)
     assert len(set(run.taken)) == len(run.taken) == run.groups.num_taken
     assert all(0 <= staleness <= max_staleness for staleness in run.staleness)
     if window == 1:
@@ -93,7 +98,7 @@ def test_groups_without_signal_are_replaced_as_soon_as_they_are_scored_within_th
         (run.admit, run.train, run.load)[choice % 3]()
         if run.under_way:
             run.sample(choice // 3 * 3 if choice % 2 else choice // 3)
-        assert run.groups.num_in_flight <= (max_staleness + 1) * num_prompts - (window - 1)
+        assert run.num_in_flight <= (max_staleness + 1) * num_prompts - (window - 1)
     assert not without & {*run.taken}
     assert all(0 <= staleness <= max_staleness for staleness in run.staleness)
     done = run.groups.done

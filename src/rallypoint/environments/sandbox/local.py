@@ -315,12 +315,6 @@ def thread_watch() -> bytes:
     return program + _only(number, flags) + _instruction(_RETURN, _ALLOW)
 
 
-def call_numbers(machine: str) -> dict[str, int]:
-    """Return each call that is allowed at all, by name, with its number on an architecture."""
-    found = {name.split()[0]: _number(name, _MACHINES[machine][0]) for name in (*_ALLOWED.split(","), *_CONDITIONS)}
-    return {name: number for name, number in found.items() if number is not None}
-
-
 def _number(entry: str, column: int) -> int | None:
     number = entry.split()[1 + column]
     return None if number == "-" else int(number)

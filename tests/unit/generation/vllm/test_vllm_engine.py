@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling_cases import outputs_of
 
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, Request, SamplingParams, generate, stream
-from rallypoint.types import Prompts, offsets_from_lengths
+from rallypoint.types import Prompts
 
 from .conftest import NUM_IDS, WEIGHTS, token_at
 
@@ -199,38 +200,27 @@ def test_a_server_that_takes_long_to_start_is_waited_for_with_a_voice(make_engin
     assert said[-1].startswith("vllm is ready after ")
 
 
-def test_a_request_that_loses_two_servers_fails_and_is_counted(engine, world):
+def test_a_request_that_loses_two_servers_fails_alone(engine, world):
     world.misbehave.extend([die, die])
-    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([2, 3]), prompt_index=torch.tensor([7]))
-    failures = []
-    batch = generate(engine, prompts, PARAMS, version=4, failures=failures)
-    assert len(batch) == 0
-    (failure,) = failures
-    assert "prompt 7 sample 0 was sent 2 times, and each time the vllm server was lost" in str(failure)
-    again = generate(engine, prompts, PARAMS, version=4)
-    assert again.response(0).tolist() == expected_of(request_of(2, 3))
+    engine.submit(request_of(2, 3, prompt_index=7))
+    (failed,) = all_outputs(engine)
+    assert failed.finish_reason == "failed"
+    assert "prompt 7 sample 0 was sent 2 times, and each time the vllm server was lost" in str(failed.error)
+    request_id = engine.submit(request_of(2, 3))
+    assert tokens_of(all_outputs(engine), request_id) == expected_of(request_of(2, 3))
     assert len(world.servers) == 3
 
 
 def test_what_a_failed_rollout_leaves_are_the_others(engine, world):
     world.misbehave.extend([None, lambda server, answer: b"?", None, None])
-    prompts = Prompts(
-        offsets=offsets_from_lengths(torch.tensor([1, 1])),
-        tokens=torch.tensor([1, 2]),
-        prompt_index=torch.arange(2) + 5,
-    )
-    params = SamplingParams(max_new_tokens=3)
-    failures = []
-    batch = generate(engine, prompts, params, version=4, failures=failures, group_size=2)
-    assert len(failures) == 1
-    assert sorted(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True)) == [
-        (5, 0),
-        (6, 0),
-        (6, 1),
-    ]
+    ids = [engine.submit(request_of(1 + number // 2, sample_index=number % 2)) for number in range(4)]
+    outputs = all_outputs(engine)
+    assert [output.request_id for output in outputs if output.error is not None] == ids[1:2]
+    assert all(tokens_of(outputs, ids[number]) == expected_of(request_of(1 + number // 2)) for number in (0, 2, 3))
     world.misbehave.append(lambda server, answer: b"?")
+    prompts = Prompts(offsets=torch.tensor([0, 2]), tokens=torch.tensor([2, 3]), prompt_index=torch.tensor([7]))
     with pytest.raises(GenerationError, match="nonsense"):
-        generate(engine, prompts, params, version=4, group_size=2)
+        generate(engine, prompts, PARAMS, version=4, group_size=2)
 
 
 def test_a_server_that_has_work_and_does_none_is_given_up(make_engine, world):
@@ -376,7 +366,7 @@ def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine):
 def test_requests_of_many_threads_get_their_own_outputs(engine):
     thread = EngineThread(engine)
     request = request_of(3, streamed=True)
-    assert [token for output in thread.stream(request) for token in output.tokens] == expected_of(request)
+    assert [token for output in outputs_of(thread, request) for token in output.tokens] == expected_of(request)
     thread.close()
 
 

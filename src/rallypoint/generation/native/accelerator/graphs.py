@@ -118,11 +118,6 @@ class GraphRunner:
         """Whether steps are captured, and batches better padded."""
         return self._capture is not None
 
-    @property
-    def num_captured(self) -> int:
-        """Graphs that can be replayed."""
-        return len(self._captured)
-
     def release(self) -> None:
         """Let go of all memory."""
         self._captured.clear()
