@@ -15,7 +15,8 @@ NEEDS_CHROMIUM = "needs Chromium: apt-get install chromium"
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-extensions "
     "--disable-background-networking --disable-component-update --disable-sync --hide-scrollbars "
-    "--remote-debugging-port=0 --remote-allow-origins=* --force-color-profile=srgb"
+    "--remote-debugging-port=0 --remote-allow-origins=* --force-color-profile=srgb "
+    "--disable-features=IsolateSandboxedIframes"  # or a frame would be a page of its own
 )
 _PATIENCE_S = 90.0
 
@@ -31,6 +32,7 @@ class Browser:
         program = find_chromium()
         assert program, NEEDS_CHROMIUM
         self.errors, self.asked, self._number = [], [], 0
+        self._frame = None  # where scripts of the newest frame run
         self._process = subprocess.Popen(
             [program, *_FLAGS.split(), f"--user-data-dir={folder}", "about:blank"],
             stdout=subprocess.DEVNULL,
@@ -79,18 +81,24 @@ class Browser:
                 self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "assert"):
                 self.errors.append(str(params["args"]))
+            case "Runtime.executionContextCreated":
+                self._frame = params["context"]["id"]
             case "Network.requestWillBeSent":
                 self.asked.append(params["request"]["url"])
 
-    def evaluate(self, expression: str):
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+    def evaluate(self, expression: str, **where):
+        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, **where)
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def wait(self, expression: str):
+    def in_frame(self, expression: str):
+        """Evaluate in the frame of the page that was made last."""
+        return self.evaluate(expression, contextId=self._frame)
+
+    def wait(self, expression: str, evaluate=None):
         """Wait until an expression is true; return its value."""
         end = time.monotonic() + _PATIENCE_S
-        while not (value := self.evaluate(expression)):
+        while not (value := (evaluate or self.evaluate)(expression)):
             assert time.monotonic() < end, f"never true: {expression}; errors: {self.errors}"
             time.sleep(0.05)
         return value

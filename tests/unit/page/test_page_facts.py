@@ -1,6 +1,8 @@
 """What the page says of runs with a known fault leads to it; damaged, killed and unfinished runs open as well."""
 
 import json
+import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -333,6 +335,38 @@ def test_who_may_look_and_what_the_browser_may_load(tmp_path):
         PageServer([run], host="0.0.0.0")
 
 
+def test_a_key_of_other_characters_is_refused_and_metrics_take_it_from_their_address(tmp_path):
+    run = RunReader(planted_run(tmp_path, num_steps=1, **SHAPE))
+    guarded = TestClient(make_page([run], Access(keys=("s3cret",), hosts=(), max_body_bytes=1)))
+    assert guarded.get("/?key=%E2%82%AC").status_code == 401
+    assert guarded.get("/", headers={"cookie": "rally_view=%E2%82%AC"}).status_code == 401
+    told = TestClient(guarded.app).get("/metrics?key=s3cret", follow_redirects=False)
+    assert (told.status_code, "rallypoint_step" in told.text) == (200, True)
+
+
+def test_what_fails_costs_its_panel(planted):
+    class Odd(RunReader):
+        def now(self):
+            raise ZeroDivisionError("odd")
+
+    odd = Odd(planted["sound"].folder.path)
+    client = TestClient(make_page([odd], Access(keys=(), hosts=("testserver",), max_body_bytes=1)))
+    found = client.get("/api/summary")
+    assert (found.status_code, found.json()) == (200, {"error": "odd"})
+
+
+def test_a_server_with_an_open_stream_of_news_ends_at_once(tmp_path):
+    run = RunReader(planted_run(tmp_path, num_steps=1, **SHAPE))
+    with PageServer([run]) as server:
+        stream = urllib.request.urlopen(f"{server.url}live")
+        assert json.loads(stream.readline().removeprefix(b"data: "))["run"] == "sound"
+    assert stream.read().strip() == b""  # it ended in order: no chunk is missing
+
+
+def data_of(html):
+    return json.loads(html.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+
+
 def test_a_report_is_one_small_file_in_which_no_text_of_a_run_can_end_the_data(tmp_path):
     run = RunReader(planted_run(tmp_path, num_steps=30, last="finished", texts=HOSTILE, **SHAPE))
     said = write_report([run], tmp_path / "report.html")
@@ -340,8 +374,35 @@ def test_a_report_is_one_small_file_in_which_no_text_of_a_run_can_end_the_data(t
     assert len(html.encode()) <= MAX_BYTES
     assert "rollouts of" in said
     assert "of 30 steps" in said
-    block = html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
-    assert json.loads(block)['["runs"]'] == {"runs": ["sound"]}
+    assert data_of(html)['["runs"]'] == {"runs": ["sound"]}
     assert html.count("</script>") == 2
     assert "src=" not in html.split('id="data"')[0].replace("src 'sha", "")
     assert "connect-src" not in html
+
+
+def test_a_report_of_large_steps_of_which_every_character_is_escaped_keeps_below_its_size(tmp_path):
+    texts = ["<" * 5000, '"\\' * 3000]
+    path = planted_run(tmp_path, num_steps=30, prompts=8, group=16, last="finished", texts=texts)
+    small = RunReader(planted_run(tmp_path, num_steps=3, last="finished", name="small", **SHAPE))
+    write_report([RunReader(path), small], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    assert 0.5 * MAX_BYTES < len(html.encode()) <= MAX_BYTES
+    kept = data_of(html)["report"]["steps"]
+    assert kept["small"] == [1, 2, 3]
+    assert len(kept["sound"]) > 3
+
+
+def test_a_report_has_whole_groups_of_every_kind_and_says_how_many(tmp_path):
+    run = RunReader(planted_run(tmp_path, "broken", num_steps=2, prompts=20, group=8, last="finished"))
+    write_report([run], tmp_path / "report.html")
+    found = data_of((tmp_path / "report.html").read_text())['["rollouts",["run","broken"],["step","2"]]']
+    assert (found["total"], len(found["rows"])) == (160, 48)
+    assert {tag for row in found["rows"] for tag in row["tags"]} >= {"trained", "failed", "truncated", "replaced"}
+    sizes = Counter(row["prompt_index"] for row in found["rows"])
+    assert set(sizes.values()) == {8}
+
+
+def test_names_with_any_characters_have_a_report(tmp_path):
+    run = RunReader(planted_run(tmp_path, num_steps=2, last="finished", **SHAPE), "a~b*c d/é")
+    write_report([run], tmp_path / "report.html")
+    assert data_of((tmp_path / "report.html").read_text())['["summary",["run","a~b*c d/é"]]']["step"] == 2
