@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from rallypoint.config import load_config
-from rallypoint.run import read_metrics
+from rallypoint.journal import read_journal
+from rallypoint.run import measurements
 
 SORTING = (
     "model.create={architecture: llama, hidden_size: 64, num_layers: 2, num_heads: 2, num_key_value_heads: 2, "
@@ -73,7 +74,7 @@ def measure(recipe: str, seed: int, overrides: list[str], runs_dir: Path) -> dic
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}")
     busy, total = (after - before for after, before in zip(cpu_seconds(), (busy_before, all_before), strict=True))
-    records = read_metrics(metrics)
+    records = measurements(read_journal(metrics.with_name("journal.jsonl")))
     scores = [record["validation/score"] for record in records if "validation/score" in record]
     return {
         "seed": seed,

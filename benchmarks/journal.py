@@ -9,6 +9,7 @@ the processor time of all threads then, since a tracker has one of its own.
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib
 import statistics
 import sys
@@ -53,7 +54,10 @@ def seconds_with_readers(events: Sequence[Event]) -> float:
         folder = RunFolder(Path(name))
         folder.logs.mkdir()
         began = time.process_time()
-        with Journal(folder.journal) as journal, MetricsLog(folder.metrics) as metrics:
+        with (
+            Journal(folder.journal) as journal,
+            contextlib.closing(MetricsLog(folder.metrics, folder.journal)) as metrics,
+        ):
             names = ["tensorboard"] if is_installed("tensorboard") else []
             config = next(event.config for event in events if isinstance(event, RunBegan))
             trackers = open_trackers(names, Tracked(folder.path, "benchmark", 0, config), journal)

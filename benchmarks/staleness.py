@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 
 from rallypoint.display import Silent
+from rallypoint.journal import read_journal
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.run import read_metrics
+from rallypoint.run import measurements
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.sampling.simulator import Measured, Simulation, measured_outcome, read_steps
 
@@ -72,7 +73,7 @@ def curves(folder: Path, num_steps: int, values: list[int]) -> None:
             f"trainer.num_steps={num_steps}",
             f"validation.every_steps={every}",
         )
-        records = read_metrics(made.metrics)
+        records = measurements(read_journal(made.journal))
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
         found = measured_outcome(read_steps(made.journal))
         aged = [one["rollout/staleness_mean"] for one in records if "rollout/staleness_mean" in one] or [0.0]
@@ -89,7 +90,7 @@ def draw(folder: Path, values: list[int], file: Path) -> None:
     for staleness in sorted(values):
         path = folder / f"curve-{staleness}"
         taken = {step.batch.step: step.batch.taken_s for step in read_steps(path / "journal.jsonl")}
-        records = read_metrics(path / "metrics.jsonl")
+        records = measurements(read_journal(path / "journal.jsonl"))
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
         for panel, places in zip(axes, (list(scores), [taken.get(step, 0.0) for step in scores]), strict=True):
             panel.plot(places, list(scores.values()), marker=".", label=f"max_staleness {staleness}")

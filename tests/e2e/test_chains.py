@@ -4,9 +4,8 @@ import json
 import random
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs
-
-from rallypoint.run import read_metrics
 
 MODEL = "{hidden_size: 32, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 64}"
 FRAME = "cluster: {runtime: inline, pools: {main: [1]}}\nvalidation: {every_steps: 100}\n"

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from metrics_file import read_metrics
 from tiny_runs import Runs
-
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs, weights_of
 
 from rallypoint.display import Silent
@@ -12,7 +13,6 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.serve import Options, Serving
 from rallypoint.recipes.use import find_trained
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

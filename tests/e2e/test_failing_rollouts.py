@@ -5,11 +5,11 @@ import itertools
 import re
 
 import pytest
+from metrics_file import read_metrics
 
 from rallypoint.errors import GenerationError
 from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
-from rallypoint.run import read_metrics
 from rallypoint.run.rollouts import read_rollouts
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer.num_steps=3")

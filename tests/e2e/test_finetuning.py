@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from chat_templates import QWEN3, make_chat_tokenizer, merging_tokenizer
+from metrics_file import read_metrics
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from tiny_runs import Runs, weights_of
@@ -18,7 +19,6 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.export import export
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.use import Asked, complete, find_trained
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -2,8 +2,8 @@
 
 import pytest
 from judge_server import judging
+from metrics_file import read_metrics
 
-from rallypoint.run import read_metrics
 from rallypoint.run.rollouts import read_rollouts
 
 KEYS = (

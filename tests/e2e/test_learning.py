@@ -1,11 +1,11 @@
 """The shipped recipes learn what they promise; minutes, so they run by `make test-slow` only."""
 
 import pytest
+from metrics_file import read_metrics
 
 from rallypoint.display import Silent
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.run import read_metrics
 from rallypoint.run.folder import create_run
 
 

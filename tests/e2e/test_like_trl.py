@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from metrics_file import read_metrics
 from sine_models import make_sine_model
 from tiny_runs import Runs
 
 from rallypoint.algorithms.distillation import top_divergence
-from rallypoint.run import read_metrics
 
 FOUND = json.loads((Path(__file__).parent / "trl_cases.json").read_text())
 OPTIMIZER = f"{{lr: {FOUND['lr']}, schedule: constant, warmup_ratio: 0, betas: [0.9, 0.999]}}"

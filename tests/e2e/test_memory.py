@@ -3,10 +3,10 @@
 import sys
 
 import pytest
+from metrics_file import read_metrics
 
 from rallypoint.config import load_config
 from rallypoint.prepare.plan import make_plan
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a process's peak")
 

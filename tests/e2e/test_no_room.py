@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs
 
 from rallypoint.checkpoint import visible
@@ -17,7 +18,6 @@ from rallypoint.journal import CheckpointSaved, Said, StepDone, read_journal
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.loop import train
-from rallypoint.run import read_metrics
 from rallypoint.run.folder import create_run, open_run
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

@@ -3,11 +3,11 @@
 import signal
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs
 
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.ending import summarise
-from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 ONE_UPDATE = ("actor.num_mini_batches=1", "model.dtype=bfloat16")

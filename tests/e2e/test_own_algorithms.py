@@ -4,8 +4,7 @@ import shutil
 
 import pytest
 from docs_blocks import blocks
-
-from rallypoint.run import read_metrics
+from metrics_file import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -8,12 +8,12 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from metrics_file import read_metrics
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rallypoint import load_run
 from rallypoint.errors import RewardError
-from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 

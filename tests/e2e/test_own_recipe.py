@@ -6,6 +6,7 @@ from typing import Self
 
 import pytest
 import torch
+from metrics_file import read_metrics
 from tiny_runs import Runs, weights_of
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
 from rallypoint.recipes.recipe import Recipe, Setup
 from rallypoint.roles.actor import Actor
-from rallypoint.run import read_metrics
 from rallypoint.types import Mean, Metrics, Sequences, offsets_from_lengths
 
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from metrics_file import read_metrics
 from tiny_models import make_tiny_model
 from tiny_runs import Runs
 
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import SandboxError
-from rallypoint.run import read_metrics
 
 MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
 TINY = (

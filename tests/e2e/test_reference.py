@@ -1,8 +1,7 @@
 """Runs whose pull to the reference changes: a coefficient that adapts, and a reference that is refreshed."""
 
 import pytest
-
-from rallypoint.run import read_metrics
+from metrics_file import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import safetensors.torch
+from metrics_file import read_metrics
 from tiny_models import make_tiny_reward_model
 
 from rallypoint.config import load_config
@@ -12,7 +13,6 @@ from rallypoint.prepare.plan import make_plan
 from rallypoint.recipes.ending import summarise
 from rallypoint.recipes.evaluation import evaluate
 from rallypoint.recipes.use import Asked, find_trained
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from rallypoint.run import read_metrics
+from metrics_file import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer.num_steps=2")
 

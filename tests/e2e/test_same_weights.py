@@ -3,10 +3,10 @@
 import collections
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs
 
 from rallypoint.journal import GroupScored, read_journal
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -1,11 +1,11 @@
 """What the config says of sampling reaches every token, and training still sees the model's own distribution."""
 
 import pytest
+from metrics_file import read_metrics
 from tiny_runs import Runs
 
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.ending import summarise
-from rallypoint.run import read_metrics
 from rallypoint.run.rollouts import read_rollouts
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")

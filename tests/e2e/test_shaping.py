@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from metrics_file import read_metrics
 from safetensors.torch import load_file
-
-from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 

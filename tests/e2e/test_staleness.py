@@ -5,6 +5,7 @@ import shutil
 import time
 
 import pytest
+from metrics_file import read_metrics
 
 from rallypoint.cli.simulate import print_simulation
 from rallypoint.display import Silent
@@ -22,7 +23,6 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
 from rallypoint.roles import rollout as role
 from rallypoint.roles.engines import make_engine
-from rallypoint.run import read_metrics
 
 pytestmark = pytest.mark.lasting_ray
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from metrics_file import read_metrics
 from outsider import Caller
 from sampling_cases import CHANGES, decode
 from tiny_models import make_tiny_model
@@ -24,7 +25,6 @@ from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProces
 from rallypoint.generation.vllm.server import shared_files
 from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
-from rallypoint.run import read_metrics
 from rallypoint.types import Prompts, offsets_from_lengths
 from rallypoint.weights.published_folder import write
 

@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 from accelerator_forms import accelerator_forms
+from metrics_file import read_metrics
 from tiny_models import make_tiny_reward_model
 from tiny_runs import Runs, weights_of
 
 from rallypoint.config import load_config
 from rallypoint.errors import WorkerError
 from rallypoint.prepare.role_memory import reserved_tokens
-from rallypoint.run import read_metrics
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 GRPO = "recipe=grpo"

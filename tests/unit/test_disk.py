@@ -1,7 +1,10 @@
 """Files of a run that cannot be written."""
 
+import contextlib
 import errno
+import json
 import sys
+from pathlib import Path
 
 import pytest
 from full_disks import files_end_at
@@ -9,7 +12,9 @@ from safetensors import SafetensorError
 
 from rallypoint.disk import naming, naming_tensors
 from rallypoint.errors import DiskError
-from rallypoint.run import MetricsLog, read_metrics
+from rallypoint.journal import RunBegan, StepDone
+from rallypoint.journal.log import Entry
+from rallypoint.run import MetricsLog
 
 
 def test_what_keeps_a_file_from_being_written_names_it_and_asks_for_room_where_there_is_none(tmp_path):
@@ -37,12 +42,14 @@ def test_metrics_that_the_disk_does_not_take_name_their_file_and_keep_their_whol
     path = tmp_path / "metrics.jsonl"
 
     def write():
-        with MetricsLog(path) as log:
+        with contextlib.closing(MetricsLog(path, Path("/dev/null"))) as log:
+            log.take(Entry(1, 0.0, RunBegan(first=0, config={}, software={}, machine="")))
             for step in range(100):
-                log.write(step, {"reward/mean": 0.5})
+                log.take(Entry(step, 1.0, StepDone(step=step, metrics={"reward/mean": 0.5}, digests={})))
 
     with pytest.raises(DiskError) as caught, files_end_at(500):
         write()
     assert str(caught.value) == f"{path} cannot be written: File too large"
     assert path.stat().st_size <= 500
-    assert [record["step"] for record in read_metrics(path)] == list(range(len(read_metrics(path))))
+    *whole, _ = path.read_text().split("\n")
+    assert [json.loads(line)["step"] for line in whole] == list(range(len(whole)))

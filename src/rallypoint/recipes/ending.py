@@ -166,7 +166,7 @@ def open_readers(beginning: Beginning, folder: RunFolder, journal: Journal) -> I
     tracked = Tracked(folder.path, tracking.project, beginning.first, dict(values_of(beginning.config)))
     rename = as_in_verl if tracking.names == "verl" else dict
     with Endings(journal.say) as at_end:
-        metrics = MetricsLog(folder.metrics)
+        metrics = MetricsLog(folder.metrics, folder.journal)
         at_end.add(metrics.close)
         curve = CurveAsItGoes(folder.path)
         at_end.add(curve.close)

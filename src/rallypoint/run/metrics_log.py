@@ -4,12 +4,11 @@
 
 `time_s` counts the seconds that the run has been at work; a resumed run goes on from its last line.
 JSON has no NaN and no infinity: such a value is written as null, and `not_finite` has what it was
-(`nan`, `inf`, `-inf`), so that any JSON reader can read the file and ours loses nothing.
+(`nan`, `inf`, `-inf`), so that any JSON reader can read the file.
 
-Each line reaches the operating system before `write` returns: a killed process loses no line. At worst
-the last one is torn (no newline at its end), and then it is left out by readers and removed by the
-next writer. Lines that the disk does not take wait in memory. Several lines may belong to one step
-(training, then validation). The file is derived: what we show of a run is read from its journal.
+The file is derived: each start writes it anew from the journal, so that a torn, damaged or missing one is whole again,
+and what we show of a run is read from the journal alone. Each line reaches the operating system before `take` returns;
+lines that the disk does not take wait in memory. Several lines may belong to one step (training, then validation).
 """
 
 from __future__ import annotations
@@ -18,122 +17,72 @@ import contextlib
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rallypoint.disk import naming
-from rallypoint.errors import DiskError, RunFolderError
-from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated
+from rallypoint.errors import DiskError
+from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated, read_journal
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 
 
 class MetricsLog:
-    """Appends to a run's `metrics.jsonl`; continues the file when it is already there."""
+    """Writes a run's `metrics.jsonl` from the events of its journal."""
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the file.
-
-        Args:
-            path: of it.
-            clock: tells seconds.
-        """
-        self.path, self._clock = Path(path), clock
+    def __init__(self, path: Path, journal: Path) -> None:
+        """Begin without a file: the event that begins a start writes it, from the file of the journal."""
+        self.path, self._journal = path, journal
+        self._before_s = self._began_s = 0.0
+        self._file: FileIO | None = None
         self._unwritten = bytearray()
-        if self.path.exists():
-            self._rewrite(_whole_lines(self.path))
-        self._open()
 
     def take(self, entry: Entry) -> None:
-        """Write what an event of the run has measured; a start drops the lines of steps that are done again."""
-        match entry.event:
-            case RunBegan(first=first):
-                self.truncate_after(first)
-            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
-                self.write(event.step, event.metrics)
-                if isinstance(event, CheckpointSaved):  # no power cut takes the lines of its steps
-                    self.sync()
-            case _:
-                pass
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Append one line and hand it to the operating system.
+        """Write what an event of the run has measured.
 
         Raises:
-            ValueError: a scalar has one of the names that a line needs for itself.
-            DiskError: the disk is full or not writable; the line is written before the next one.
+            ValueError: a metric has one of the names that a line needs for itself.
+            DiskError: the disk is full or not writable; the lines are written with the next one.
         """
-        taken = sorted({STEP, TIME, NOT_FINITE} & scalars.keys())
-        if taken:
-            raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
-        time_s = self._before_s + self._clock() - self._began
-        self._unwritten += _encode(step, time_s, scalars).encode()
-        self._write()
+        match entry.event:
+            case RunBegan():
+                records = measurements([*read_journal(self._journal), entry])  # where it may not be written yet
+                self._before_s, self._began_s = (records[-1][TIME] if records else 0.0), entry.time_s
+                with contextlib.suppress(DiskError):
+                    self.close()
+                self._file, self._unwritten = None, bytearray("".join(map(_encode, records)).encode())
+            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
+                if taken := sorted({STEP, TIME, NOT_FINITE} & event.metrics.keys()):
+                    raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
+                time_s = round(self._before_s + entry.time_s - self._began_s, 3)
+                self._unwritten += _encode({STEP: event.step, TIME: time_s, **event.metrics}).encode()
+            case _:
+                return
+        self._write(is_saved=isinstance(entry.event, CheckpointSaved))
 
-    def _write(self) -> None:
+    def _write(self, *, is_saved: bool = False) -> None:
         with naming(self.path, len(self._unwritten)):
-            if self._file.closed:  # by a start that could not write it
+            if self._file is None:
+                part = self.path.with_name(self.path.name + ".part")
+                part.write_bytes(self._unwritten)
+                part.replace(self.path)
                 self._file = self.path.open("ab", buffering=0)
+                self._unwritten.clear()
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]
-
-    def sync(self) -> None:
-        """Flush all lines to the disk, so that no power cut takes those of steps that a checkpoint has.
-
-        Raises:
-            DiskError: the disk is full or not writable.
-        """
-        with naming(self.path):
-            os.fsync(self._file.fileno())
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps (and a torn last one), for a run that goes on from this step; 0: all lines.
-
-        The new file takes the place of the old one at once: a kill in the middle leaves one or the other.
-        """
-        with contextlib.suppress(DiskError):
-            self.close()
-        self._unwritten.clear()
-        kept = [line for line, record in _records(self.path) if 0 < step >= record[STEP]]
-        self._rewrite(kept)
-        self._open()
+            if is_saved:  # no power cut takes the lines of its steps
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        with contextlib.closing(self._file):
-            self._write()
+        """Close the file.
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open(self) -> None:
-        """Open for appending, and count the time from where the last line stopped."""
-        with naming(self.path):
-            self._file = self.path.open("ab", buffering=0)
-        records = _records(self.path)
-        self._before_s = records[-1][1][TIME] if records else 0.0
-        self._began = self._clock()
-
-    def _rewrite(self, lines: list[str]) -> None:
-        """Replace the file atomically, unless it already holds just these lines."""
-        text = "".join(line + "\n" for line in lines)
-        if text.encode() == self.path.read_bytes():
-            return
-        part = self.path.with_name(self.path.name + ".part")
-        with naming(self.path):
-            with part.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
+        Raises:
+            DiskError: lines that waited could not be written.
+        """
+        if self._file is not None:
+            with contextlib.closing(self._file):
+                self._write()
 
 
 def measurements(entries: Iterable[Entry]) -> list[dict[str, float]]:
@@ -156,45 +105,13 @@ def measurements(entries: Iterable[Entry]) -> list[dict[str, float]]:
     return found
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
-    """Return the lines of a metrics file, oldest first; NaN and infinities are as they were.
-
-    Raises:
-        RunFolderError: a line that is not the last is damaged.
-    """
-    return [record for _, record in _records(Path(path))]
-
-
-def _encode(step: int, time_s: float, scalars: Mapping[str, float]) -> str:
-    odd = {name: repr(float(value)) for name, value in scalars.items() if not math.isfinite(value)}
-    record: dict[str, object] = {STEP: step, TIME: round(time_s, 3)}
-    record |= {name: None if name in odd else _number(value) for name, value in scalars.items()}
+def _encode(record: Mapping[str, float]) -> str:
+    odd = {name: repr(float(value)) for name, value in record.items() if not math.isfinite(value)}
+    line: dict[str, object] = {name: None if name in odd else _number(value) for name, value in record.items()}
     if odd:
-        record[NOT_FINITE] = odd
-    return json.dumps(record, allow_nan=False) + "\n"
+        line[NOT_FINITE] = odd
+    return json.dumps(line, allow_nan=False) + "\n"
 
 
 def _number(value: float) -> float:
     return int(value) if isinstance(value, int) else float(value)
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Return the lines that end in a newline; what follows the last newline was torn by a kill."""
-    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
-
-
-def _records(path: Path) -> list[tuple[str, dict[str, float]]]:
-    return [(line, _decode(path, row, line)) for row, line in enumerate(_whole_lines(path), start=1)]
-
-
-def _decode(path: Path, row: int, line: str) -> dict[str, float]:
-    try:
-        record = json.loads(line)
-        odd = record.pop(NOT_FINITE, {})
-        restored = {name: float(odd.get(name, "nan")) if value is None else value for name, value in record.items()}
-        restored[STEP], restored[TIME] = int(restored[STEP]), float(restored[TIME])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunFolderError(
-            f"{path}, line {row} is damaged ({error}): repair or remove the line, the others are whole"
-        ) from error
-    return restored

@@ -1,5 +1,6 @@
 """Trackers get what metrics.jsonl gets, and none of them can slow or stop a run."""
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -7,12 +8,13 @@ import threading
 from pathlib import Path
 
 from heard import heard
+from metrics_file import read_metrics
 
 from rallypoint.config.other_projects import other_projects
-from rallypoint.journal import Ending, RolesStarted, RunBegan, RunEnded, Shown, StepDone, Validated
+from rallypoint.journal import Ending, Journal, RolesStarted, RunBegan, RunEnded, Shown, StepDone, Validated
 from rallypoint.observability.tracker_clients import as_in_verl
 from rallypoint.observability.trackers import Tracked, Trackers, find_tracker_problem
-from rallypoint.run import MetricsLog, read_metrics
+from rallypoint.run import MetricsLog
 
 LONG_S = 60.0
 CONFIG = {"trainer.num_steps": 3, "validation.every_steps": 2}
@@ -47,9 +49,10 @@ class Recording:
 
 def test_every_line_of_the_metrics_goes_to_every_tracker_in_order(tmp_path):
     first, second = Recording(), Recording()
-    journal = heard()
+    file = tmp_path / "journal.jsonl"
+    journal = Journal(file)
     trackers = Trackers({"a": lambda _: first, "b": lambda _: second}, run_in(tmp_path), journal, close_s=LONG_S)
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+    with contextlib.closing(MetricsLog(tmp_path / "metrics.jsonl", file)) as log, journal:
         journal.subscribe(log.take, trackers.take)
         journal.append(RunBegan(first=0, config={}, software={}, machine=""), RolesStarted(step=0, metrics={"a": 1.0}))
         for step in (1, 2, 3):
