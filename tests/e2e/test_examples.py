@@ -65,6 +65,18 @@ def test_the_example_trains_from_the_command_line_and_leaves_a_model_that_transf
         assert AutoModelForTokenClassification.from_pretrained(newest / "critic").config.num_labels == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
+def test_ones_own_is_learned_and_evaluated_by_what_it_was_trained_with(own_model, recipe):
+    rally(own_model, "train", f"{recipe}.yaml", f"trainer.name=whole-{recipe}", deadline_s=900)
+    run = own_model / "runs" / f"whole-{recipe}"
+    scores = [row["validation/score"] for row in rows_of(run / "metrics.jsonl") if "validation/score" in row]
+    assert scores[-1] > scores[0] + 0.5
+    printed = rally(own_model, "eval", str(run), "validation.jsonl")
+    assert "64 prompts" in printed, printed
+
+
 def test_no_word_of_the_examples_validation_set_is_trained_on(own_model):
     train, validation = (
         {row["prompt"][0]["content"] for row in rows_of(own_model / f"{name}.jsonl")}
@@ -106,6 +118,19 @@ def test_the_example_of_programs_trains_through_a_sandbox_and_says_which(tmp_pat
     assert f"model-written code runs in a sandbox: {sandbox.name}" in " ".join(printed.split())
     rows = rows_of(tmp_path / "runs" / "code" / "metrics.jsonl")
     assert [row["reward/num_scored"] for row in rows if "reward/num_scored" in row] == [16]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_programs_are_learned(tmp_path):
+    try:
+        open_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    rewards = [
+        row["reward/mean"] for row in played(made(tmp_path, "code", "make.py"), "grpo", "whole") if "reward/mean" in row
+    ]
+    assert rewards[-1] > rewards[0] + 0.4
 
 
 QUESTIONS = {
