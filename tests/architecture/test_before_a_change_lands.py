@@ -119,6 +119,7 @@ def test_ci_says_that_it_is_ci_and_prints_the_reasons_of_skips():
     script = (ROOT / ".ci" / "run").read_text()
     assert "export CI=true" in script
     assert "-rs" in script
+    assert "command -v" not in script, "it finds functions of the script's own, too: type -P"
 
 
 def test_what_passes_alone_is_printed_as_flaky_and_the_last_line_counts_it_as_passed(tmp_path):
