@@ -146,6 +146,22 @@ def sections_in(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def nested(keys: Mapping[str, object]) -> dict[str, Any]:
+    """Return dotted keys as sections in sections.
+
+    >>> nested({"kl.coef": 0.1, "kl.adaptive.target": 6, "seed": 1})
+    {'kl': {'coef': 0.1, 'adaptive': {'target': 6}}, 'seed': 1}
+    """
+    tree: dict[str, Any] = {}
+    for dotted, value in keys.items():
+        *sections, name = dotted.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return tree
+
+
 def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield every leaf of a config with its value, except hidden ones; a section that is off counts as a leaf."""
     for name, info in type(config).model_fields.items():

@@ -162,18 +162,7 @@ class EngineThread:
             for request_id in open_requests:
                 self._engine.cancel(request_id)
         for request_id, deliver in open_requests.items():
-            _hand_over(
-                deliver,
-                Output(
-                    request_id=request_id,
-                    tokens=(),
-                    logprobs=(),
-                    sampled_logprobs=(),
-                    version=self._engine.version,
-                    finish_reason="failed",
-                    error=failure,
-                ),
-            )
+            _hand_over(deliver, Output.failed(request_id, self._engine.version, failure))
 
 
 def _error_of(work: Callable[[], None]) -> BaseException | None:

@@ -158,6 +158,19 @@ class Output:
     prompt_logprobs: PromptLogprobs | None = None
     """In the last output of a request that asked for them and did not fail."""
 
+    @classmethod
+    def failed(cls, number: int, version: int, error: RallyError) -> Output:
+        """Return the last output of a request that has failed."""
+        return cls(
+            request_id=number,
+            tokens=(),
+            logprobs=(),
+            sampled_logprobs=(),
+            version=version,
+            finish_reason="failed",
+            error=error,
+        )
+
     def without(self, num: int) -> Output:
         """Return it without its first tokens."""
         return dataclasses.replace(

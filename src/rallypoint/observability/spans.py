@@ -70,6 +70,11 @@ class Spans:
         return {TIME_PREFIX + path: seconds for path, seconds in self.seconds.items()}
 
 
+def spans_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of spans, by path, from the metrics of a step."""
+    return {name.removeprefix(TIME_PREFIX): s for name, s in metrics.items() if name.startswith(TIME_PREFIX)}
+
+
 def top_level(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the spans that are not inside another."""
     return {path: value for path, value in seconds.items() if "/" not in path}

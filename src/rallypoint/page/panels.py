@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from rallypoint import checkpoint
 from rallypoint.config import RECIPES, RunConfig, values_of
+from rallypoint.config.fields import nested
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import (
     Entry,
@@ -32,7 +33,7 @@ from rallypoint.page.timing import JSON, MOST_NOTES, six_digits, spans
 from rallypoint.prepare.plan import make_plan
 from rallypoint.run.comparison import compare_runs
 from rallypoint.run.metrics_log import TIME
-from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED, nested
+from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.rollouts import rollout_files
 
 _SIGNALS = {

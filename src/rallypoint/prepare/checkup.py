@@ -151,7 +151,8 @@ def _extras() -> Finding:
 class Driven:
     """The GPUs of a machine, as NVIDIA's driver tells."""
 
-    names: tuple[str, ...]
+    gpus: tuple[tuple[str, int], ...]
+    """Name and MiB of memory of each."""
     driver: str
 
 
@@ -163,10 +164,10 @@ def ask_driver() -> Driven | None:
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     told = subprocess.run(query, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
-    return Driven(tuple(f"{name}, {memory}" for name, memory, _ in rows), rows[0][2])
+    return Driven(tuple((name, int(mebibytes)) for name, mebibytes, _ in rows), rows[0][2])
 
 
 def torch_cuda() -> str | None:
@@ -181,12 +182,13 @@ def torch_cuda() -> str | None:
 def devices(driven: Driven | None, cuda: str | None) -> Finding:
     """Say which GPUs there are, and whether driver and torch fit them.
 
-    >>> devices(Driven(("H100, 81559 MiB",), "470.82.01"), "12.8").said
+    >>> devices(Driven((("H100", 81559),), "470.82.01"), "12.8").said
     'H100, 81559 MiB; driver 470.82.01; torch for CUDA 12.8'
     """
     if driven is None:
         return Finding("ok", "devices", "no GPU of NVIDIA: runs compute on the CPU (cluster.device=cpu)")
-    said = f"{'; '.join(driven.names)}; driver {driven.driver}; torch for {f'CUDA {cuda}' if cuda else 'the CPU'}"
+    gpus = "; ".join(f"{name}, {mebibytes} MiB" for name, mebibytes in driven.gpus)
+    said = f"{gpus}; driver {driven.driver}; torch for {f'CUDA {cuda}' if cuda else 'the CPU'}"
     if cuda is None:
         return Finding("fault", "devices", said, "install a build of torch with CUDA: pip install torch")
     least = _DRIVERS.get(int(cuda.partition(".")[0]), 0)
@@ -213,7 +215,7 @@ def memory(allowed: int, meminfo: Path) -> Finding:
     """Say how much memory this process may use, and how much of it is free."""
     found = re.search(r"^MemAvailable: *(\d+) kB", meminfo.read_text(), re.M) if meminfo.is_file() else None
     free = min(allowed, int(found[1]) * 1024) if found else allowed
-    said = f"{_gib(free)} of {_gib(allowed)} are free"
+    said = f"{gib(free)} of {gib(allowed)} are free"
     if free < 2 * _GIB:
         return Finding("fault", "memory", said, "a run needs about 2 GiB for its processes: end others, or take more")
     return Finding("ok", "memory", said)
@@ -224,9 +226,9 @@ def shared_memory(free: int) -> Finding:
     wanted = ClusterConfig().object_store_gib * _GIB
     if free < wanted:
         advice = "Ray would use the disk instead: docker run --shm-size=2g, or lower cluster.object_store_gib"
-        said = f"/dev/shm has {_gib(free)} free, the object store takes {_gib(wanted)}"
+        said = f"/dev/shm has {gib(free)} free, the object store takes {gib(wanted)}"
         return Finding("note", "shared memory", said, advice)
-    return Finding("ok", "shared memory", f"/dev/shm has {_gib(free)} free; the object store takes {_gib(wanted)}")
+    return Finding("ok", "shared memory", f"/dev/shm has {gib(free)} free; the object store takes {gib(wanted)}")
 
 
 def disk(folder: Path) -> Finding:
@@ -242,7 +244,7 @@ def disk(folder: Path) -> Finding:
             speed = _PROBE_BYTES / 2**20 / (time.perf_counter() - began)
     except OSError as error:
         return Finding("fault", "disk", f"{there} cannot be written: {error.strerror}", "set trainer.runs_dir")
-    said = f"{_gib(free)} free in {there}, written at {speed:.0f} MiB/s"
+    said = f"{gib(free)} free in {there}, written at {speed:.0f} MiB/s"
     if free < 2 * _GIB:
         return Finding("fault", "disk", said, "make room, or set trainer.runs_dir: a run keeps 1 GiB free")
     if speed < 50:
@@ -303,5 +305,6 @@ def _engines() -> Finding:
     return Finding("ok", "engines", f"{', '.join(['native', *there])}{others}")
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
+    """Return bytes as people read them."""
     return f"{num_bytes / _GIB:.1f} GiB"

@@ -13,11 +13,9 @@ import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rallypoint.cluster import ResourcePool, ResourcePoolManager
@@ -26,6 +24,7 @@ from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.observability.numbers import counted
+from rallypoint.prepare.checkup import ask_driver, gib
 from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan
 
 _ASK_TORCH = """
@@ -124,11 +123,11 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
             f"{config.cluster.num_cpus_per_process}: chosen for the {counted(machine.num_cores, 'core')} here"
         )
     if needed := activations_bytes(config, rooms):
-        each = ", ".join(f"{way} {_gib(max(needs.values()))}" for way, needs in needed.items())
+        each = ", ".join(f"{way} {gib(max(needs.values()))}" for way, needs in needed.items())
         chosen = " (chosen for this machine)" if loaded.origins["engine.activations"] == THIS_MACHINE else ""
         yield (
             f"engine.activations={config.engine.activations}{chosen}: a process would need {each}; a device has "
-            f"{_gib(min(rooms.values()))}, of which a plan may fill {SAFE:.0%}"
+            f"{gib(min(rooms.values()))}, of which a plan may fill {SAFE:.0%}"
         )
 
 
@@ -194,7 +193,7 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
         if held > most:
             yield Problem(
                 ("cluster.pools", "model.dtype"),
-                f"pool {pool}: weights, gradients and optimizer of its roles take {_gib(held)} in each process, but "
+                f"pool {pool}: weights, gradients and optimizer of its roles take {gib(held)} in each process, but "
                 f"{whose}; divide the model (actor.mesh.dp_shard over more processes), give roles pools of their own, "
                 "or train adapters (model.lora)",
             )
@@ -206,7 +205,7 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
         peak = plan.process_memory(pool)
         if peak > most >= plan.held_memory(pool):
             yield (
-                f"pool {pool} may need {_gib(peak)} in each process when all rows are at their longest, but {whose}; "
+                f"pool {pool} may need {gib(peak)} in each process when all rows are at their longest, but {whose}; "
                 "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
             )
     yield from _room_for_activations(config, machine)
@@ -235,8 +234,8 @@ def _room_for_activations(config: RunConfig, machine: Machine) -> Iterator[str]:
     needed = activations_bytes(config, rooms).get("keep")
     if config.engine.activations != "keep" and needed and all(needed[pool] <= SAFE * rooms[pool] for pool in rooms):
         yield (
-            f"engine.activations=keep would save the second pass over the layers: {_gib(max(needed.values()))} in each "
-            f"process, of {_gib(min(rooms.values()))}"
+            f"engine.activations=keep would save the second pass over the layers: {gib(max(needed.values()))} in each "
+            f"process, of {gib(min(rooms.values()))}"
         )
 
 
@@ -261,8 +260,8 @@ def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]
         num_bytes, name = round(_OF_TYPES[kind] * _GIB), kind
     else:
         return
-    part = "" if share == 1 else f" has {_gib(num_bytes)} and {share:g} of it is"
-    whose = f"a {name}{part or ' has'} {_gib(round(num_bytes * share))}"
+    part = "" if share == 1 else f" has {gib(num_bytes)} and {share:g} of it is"
+    whose = f"a {name}{part or ' has'} {gib(round(num_bytes * share))}"
     for pool in cluster.pools:
         yield pool, round(num_bytes * share), whose
 
@@ -292,24 +291,13 @@ def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
 @functools.cache
 def _ask_driver() -> tuple[Accelerator, ...]:
     """Return the GPUs that NVIDIA's driver reports, unless they are hidden; without torch."""
-    program = shutil.which("nvidia-smi")
-    if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(_devices()):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ()
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=_PATIENCE_S / 10, check=True).stdout
-        pairs = [line.rpartition(",") for line in told.splitlines() if line.strip()]
-        return tuple(Accelerator(name.strip(), int(mebibytes) * 2**20) for name, _, mebibytes in pairs)
+        driven = ask_driver()
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()
-
-
-def _devices() -> Iterator[Path]:
-    return Path("/dev").glob("nvidia[0-9]*")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
+    return () if driven is None else tuple(Accelerator(name, mebibytes * 2**20) for name, mebibytes in driven.gpus)
 
 
 def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:

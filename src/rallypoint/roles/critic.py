@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from rallypoint.algorithms import LossFunction, explained_variance
@@ -37,19 +36,11 @@ class ValueWorker(LearnerWorker[BatchT, Tensor]):
         path: str,
         optimizer: OptimizerConfig,
     ) -> None:
-        model = spec.config.model
+        lora = spec.config.model.lora
         spec.prepare(context)
         self.lease = MemoryLease(context)
         with spec.meeting(context) as mesh:
-            loaded = load(
-                path,
-                dtype=model.dtype,
-                mesh=mesh,
-                device=torch.device(context.device),
-                trust_remote_code=model.trust_remote_code,
-                lora=model.lora and fresh(model.lora),
-                seed=spec.config.seed,
-            )
+            loaded = spec.load(load, path, context, mesh, lora=lora and fresh(lora), seed=spec.config.seed)
         super().__init__(context, spec, loaded, path, optimizer, loss)
 
 

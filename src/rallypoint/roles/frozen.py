@@ -81,19 +81,9 @@ class RewardWorker(FrozenWorker):
 
     def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
         """Load this rank's part of every classifier."""
-        model = spec.config.model
+        models = spec.config.reward.all_models
         with spec.meeting(context) as mesh:
-            return [
-                load_reward_model(
-                    one.path,
-                    dtype=model.dtype,
-                    mesh=mesh,
-                    device=torch.device(context.device),
-                    trust_remote_code=model.trust_remote_code,
-                    frozen=True,
-                )
-                for one in spec.config.reward.all_models
-            ]
+            return [spec.load(load_reward_model, one.path, context, mesh, frozen=True) for one in models]
 
     @shard
     @with_lease()

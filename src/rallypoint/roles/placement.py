@@ -98,21 +98,28 @@ class WorkerSpec:
         self.folder.check()
         _check_device(context.device)
 
+    def load(
+        self, load: Callable[..., ModelShard], path: str, context: WorkerContext, mesh: DeviceMesh | None, **more: Any
+    ) -> ModelShard:
+        """Load a rank's part of a model as the config has it; all of it without a mesh.
+
+        Args:
+            load: a function of `model_files`, such as `load_policy`.
+            path: Hugging Face folder or hub name.
+            context: of the rank.
+            mesh: of its role.
+            **more: arguments of the function.
+        """
+        model, device = self.config.model, torch.device(context.device)
+        trust = model.trust_remote_code
+        return load(path, dtype=model.dtype, mesh=mesh, device=device, trust_remote_code=trust, **more)
+
     def load_policy(
         self, context: WorkerContext, mesh: DeviceMesh | None = None, *, frozen: bool = False
     ) -> ModelShard:
-        """Load a rank's part of the initial policy; all of it without a mesh. See `load_policy` of the models."""
-        model = self.config.model
-        return load_policy(
-            self.model_path,
-            dtype=model.dtype,
-            mesh=mesh,
-            device=torch.device(context.device),
-            trust_remote_code=model.trust_remote_code,
-            lora=model.lora,
-            seed=self.config.seed,
-            frozen=frozen,
-        )
+        """Load a rank's part of the initial policy; all of it without a mesh."""
+        lora, seed = self.config.model.lora, self.config.seed
+        return self.load(load_policy, self.model_path, context, mesh, lora=lora, seed=seed, frozen=frozen)
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         """Return what turns tokens into text, with a tokenizer of its own."""

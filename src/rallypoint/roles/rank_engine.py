@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from rallypoint.errors import RallyError, RequestError
+from rallypoint.errors import RequestError
 from rallypoint.generation import GenerationEngine, Output, Request
 
 SLICE_S = 0.25
@@ -44,19 +44,6 @@ class SliceResult:
     """Seconds that it has sampled."""
 
 
-def failed_output(number: int, version: int, error: RallyError) -> Output:
-    """Return the last output of a request that has failed."""
-    return Output(
-        request_id=number,
-        tokens=(),
-        logprobs=(),
-        sampled_logprobs=(),
-        version=version,
-        finish_reason="failed",
-        error=error,
-    )
-
-
 class RankEngine:
     """An engine, whose requests have the driver's numbers."""
 
@@ -72,7 +59,7 @@ class RankEngine:
             try:
                 self._numbers[self.engine.submit(sent)] = number
             except RequestError as error:
-                refused.append(failed_output(number, self.engine.version, error))
+                refused.append(Output.failed(number, self.engine.version, error))
         if asked.cancelled:
             cancelled = set(asked.cancelled)
             for request_id, number in self._numbers.items():

@@ -55,19 +55,9 @@ class TeacherWorker(FrozenWorker):
 
     def load(self, context: WorkerContext, spec: WorkerSpec) -> list[ModelShard]:
         """Load this rank's part of every teacher."""
-        model = spec.config.model
+        folders = spec.config.teachers.folders
         with spec.meeting(context) as mesh:
-            return [
-                load_policy(
-                    path,
-                    dtype=model.dtype,
-                    mesh=mesh,
-                    device=torch.device(context.device),
-                    trust_remote_code=model.trust_remote_code,
-                    frozen=True,
-                )
-                for path in spec.config.teachers.folders
-            ]
+            return [spec.load(load_policy, path, context, mesh, frozen=True) for path in folders]
 
     @shard
     @with_lease()

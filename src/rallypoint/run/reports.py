@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.config import RECIPES, WATCHED, RunConfig
+from rallypoint.config.fields import nested
 from rallypoint.config.transport import transport_name
 from rallypoint.extras import find_unusable
 from rallypoint.journal import RunBegan, RunState, StepDone, read_journal
 from rallypoint.observability.health import health
 from rallypoint.observability.numbers import finite_mean
-from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.observability.spans import TIME_PREFIX, spans_of, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder
@@ -87,22 +88,6 @@ class RunInfo:
         )
 
 
-def nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return sections for dotted keys.
-
-    >>> nested({"seed": 1, "rollout.top_k": 2})
-    {'seed': 1, 'rollout': {'top_k': 2}}
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        inside = found
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return found
-
-
 def config_of(began: RunBegan | None) -> RunConfig | None:
     """Return the config of a start; None if there is none that this version can read."""
     try:
@@ -142,13 +127,10 @@ class StepReport:
         if rows:
             row = rows[done.step % len(rows)]
             completion = Completion(**{field.name: row[field.name] for field in dataclasses.fields(Completion)})
-        spans = {
-            name.removeprefix(TIME_PREFIX): value for name, value in metrics.items() if name.startswith(TIME_PREFIX)
-        }
         return cls(
             step=done.step,
             scalars=metrics,
-            spans=top_level(spans),
+            spans=top_level(spans_of(metrics)),
             seconds=done.seconds,
             num_tokens=int(metrics.get(TOKENS_SAMPLED, metrics.get(TOKENS_TRAINED, 0))),
             completion=completion,
@@ -244,7 +226,7 @@ _COURSE_STEPS = 20
 
 
 def _step_s(records: Sequence[Mapping[str, float]]) -> float:
-    steps = [_totals([record], TIME_PREFIX) for record in records if record.keys() & {REWARD, TOKENS_TRAINED}]
+    steps = [spans_of(record) for record in records if record.keys() & {REWARD, TOKENS_TRAINED}]
     return statistics.median(sum(top_level(spans).values()) for spans in steps) if steps else math.nan
 
 

@@ -41,7 +41,7 @@ from rallypoint.journal import (
     WeightsPublished,
     fold,
 )
-from rallypoint.observability.spans import TIME_PREFIX
+from rallypoint.observability.spans import TIME_PREFIX, spans_of
 
 Json: TypeAlias = dict[str, Any]
 _DRIVER, _ACTOR, _ROLLOUT = "driver", "actor", "rollout"
@@ -165,7 +165,7 @@ def _places(entries: Sequence[Entry]) -> Mapping[str, Sequence[str]]:
 
 def _draw_step(sheet: _Sheet, entry: Entry, done: StepDone, began_s: float) -> None:
     sheet.slice((_DRIVER, "steps"), f"step {done.step}", began_s, began_s + done.seconds)
-    spent = {name.removeprefix(TIME_PREFIX): s for name, s in done.metrics.items() if name.startswith(TIME_PREFIX)}
+    spent = spans_of(done.metrics)
     at_s, placed = 0.0, dict[str, tuple[float, str, float]]()
     for path, seconds in spent.items():
         parent = path.partition("/")[0]

@@ -35,7 +35,7 @@ from rallypoint.journal import (
 from rallypoint.journal.state import RunState, fold
 from rallypoint.observability.health import Health, Level, health, rules
 from rallypoint.observability.numbers import counted, finite_mean, number
-from rallypoint.observability.spans import TIME_PREFIX, shares_of, top_level
+from rallypoint.observability.spans import TIME_PREFIX, shares_of, spans_of, top_level
 from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import config_of
@@ -270,9 +270,7 @@ def _of_time(story: _Story) -> Iterator[Trouble]:
     first, last = story.range(0, len(story.steps))
     spent = Counter[str]()
     for step in story.steps:
-        spent.update(
-            {name.removeprefix(TIME_PREFIX): s for name, s in step.metrics.items() if name.startswith(TIME_PREFIX)}
-        )
+        spent.update(spans_of(step.metrics))
     whole_s = math.fsum(step.seconds for step in story.steps)
     for name, share in shares_of(top_level(spent), whole_s).items():
         if share >= 0.7 and name in _PHASES:

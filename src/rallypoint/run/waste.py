@@ -34,7 +34,7 @@ from rallypoint.journal import (
     StepDone,
     Validated,
 )
-from rallypoint.observability.spans import START, TIME_PREFIX, top_level
+from rallypoint.observability.spans import START, TIME_PREFIX, spans_of, top_level
 
 NO_SIGNAL = "no signal"
 """Why a group was dropped whose scores are all equal."""
@@ -229,8 +229,7 @@ def _sum(a: Waste | None, b: Waste) -> Waste:
 
 
 def _seconds(metrics: Mapping[str, float]) -> float:
-    names = {name.removeprefix(TIME_PREFIX): value for name, value in metrics.items() if name.startswith(TIME_PREFIX)}
-    return sum(top_level(names).values())
+    return sum(top_level(spans_of(metrics)).values())
 
 
 def _unlearned(metrics: Mapping[str, float]) -> float:

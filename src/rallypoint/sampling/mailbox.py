@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 from rallypoint.cluster.group import Keeper
 from rallypoint.errors import GenerationError, RallyError, WorkerDiedError
 from rallypoint.generation import Output, Request
-from rallypoint.roles.rank_engine import SliceRequest, failed_output
+from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.sampling.replay import Schedule
 
@@ -183,7 +183,7 @@ class RequestQueue:
         """Give a request up and deliver why."""
         if (kept := self._open.get(number)) is not None:
             self.cancel(number)
-            kept.receive(failed_output(number, 0, error))
+            kept.receive(Output.failed(number, 0, error))
 
     def clear(self) -> list[KeptRequest]:
         """Cancel all requests and return them; a rank that still has some is told with the next slice."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import yaml
 
-from rallypoint.config.fields import named_sections
+from rallypoint.config.fields import named_sections, nested
 from rallypoint.config.other_projects import Alias, aliases_for, by_name, other_projects
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
@@ -134,22 +134,6 @@ class Ends:
 
     def _ending(self, end: str) -> Iterator[str]:
         return (key for key in self._theirs if f".{key}".endswith(f".{end}"))
-
-
-def nested(keys: Mapping[str, object]) -> dict[str, Any]:
-    """Return dotted keys as sections in sections.
-
-    >>> nested({"kl.coef": 0.1, "kl.adaptive.target": 6, "seed": 1})
-    {'kl': {'coef': 0.1, 'adaptive': {'target': 6}}, 'seed': 1}
-    """
-    tree: dict[str, Any] = {}
-    for dotted, value in keys.items():
-        *sections, name = dotted.split(".")
-        inside = tree
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return tree
 
 
 def with_usual(theirs: Keys, usual: Mapping[str, object], given: Keys, found: Translation) -> Keys:

@@ -10,7 +10,7 @@ from typing import cast
 
 from annotated_types import Le
 
-from rallypoint.config.fields import named_sections
+from rallypoint.config.fields import named_sections, nested
 from rallypoint.config.other_projects import other_projects
 from rallypoint.config.translate.corrections import set_verl_corrections
 from rallypoint.config.translate.reading import read_keys, with_referred
@@ -19,7 +19,6 @@ from rallypoint.config.translate.table import (
     Translation,
     by_table,
     name_doubtful,
-    nested,
     set_trackers,
     set_warmup,
     take_unresolved,
