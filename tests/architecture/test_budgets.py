@@ -1,6 +1,7 @@
 """The code stays small enough to be read. An exception needs a reason here, and leaves when it is not needed."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,7 @@ BROAD: dict[str, str] = {
 """`path:function` of every handler that catches anything -> why."""
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -86,6 +88,7 @@ def num_branches(node: ast.AST) -> int:
     return sum(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
+@functools.cache
 def over_budget() -> dict[str, str]:
     """What is longer than it may be, with its length."""
     found: dict[str, str] = {}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_forked
 
 ROOT = Path(__file__).parents[2]
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
@@ -89,6 +90,7 @@ class NoRay:
         if name.split(".")[0] == "ray":
             raise ModuleNotFoundError("ray is not installed here", name="ray")
 
+assert "ray" not in sys.modules, "whatever was imported before this was so without it"
 sys.meta_path.insert(0, NoRay())
 import rallypoint
 names = [found.name for found in pkgutil.walk_packages(rallypoint.__path__, "rallypoint.")]
@@ -114,7 +116,7 @@ else:
 
 
 def test_everything_but_the_ray_runtime_works_where_ray_is_not_installed():
-    done = python(WITHOUT_RAY)
+    done = run_forked("-c", WITHOUT_RAY)
     assert done.returncode == 0, done.stderr
     modules = ("ray_cluster", "ray_process", "ray_runtime", "rendezvous.ray")
     assert done.stdout.splitlines() == [f"rallypoint.cluster.{module} ray" for module in modules]

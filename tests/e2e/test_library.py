@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_forks import forked_workers
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -264,9 +265,9 @@ print("mine", run.metrics[-1]["mine/step"])
 def test_a_script_with_a_recipe_and_a_reward_of_its_own_runs_on_ray(tmp_path: Path):
     make_tiny_model(tmp_path / "model")
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "script.py", str(tmp_path)]
+    with forked_workers():
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "mine 2.0"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from ray_forks import forked_workers
 
 from rallypoint import load_run
 
@@ -21,7 +22,8 @@ def executed(name: str, folder: Path) -> NotebookNode:
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
     metadata = {"metadata": {"path": str(folder)}}
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False, resources=metadata)
-    client.execute(env={**os.environ, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"})
+    with forked_workers():
+        client.execute(env={**os.environ, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"})
     return notebook
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_forks import forked_workers
 from tiny_models import make_tiny_model
 
 import rallypoint as rally
@@ -181,7 +182,8 @@ def test_after_runs_on_ray_the_process_is_as_before(model, tmp_path):
     """In a process of its own: another test's Ray closes its files whenever the next one starts."""
     pytest.importorskip("rallypoint.cluster.ray_runtime")
     program = [sys.executable, __file__, str(model), str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
+    with forked_workers():
+        done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-len(ON_RAY) :] == [f"{WAYS[way]} {{}}" for way in ON_RAY]
 

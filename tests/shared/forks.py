@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -22,6 +23,39 @@ def fork_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.library.launch", "frozen"])
     return context
+
+
+def run_forked(
+    *command: str, typed: bytes = b"", cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with `-c`, a program and its arguments, as `subprocess.run` does in an interpreter that is new.
+
+    What reads its environment when it is imported, like the hub's client, has done so already, and the seed of hashes
+    and the places of libraries in memory are those of other forks.
+    """
+    with tempfile.TemporaryDirectory() as folder, forked_workers():
+        streams = [Path(folder, name) for name in ("in", "out", "err")]
+        streams[0].write_bytes(typed)
+        given = (command, streams, {**os.environ, **environment}, cwd or Path.cwd())
+        process = fork_context().Process(target=_be_python, args=given, daemon=True)
+        process.start()
+        process.join()
+        out, err = (stream.read_text(encoding="utf-8") for stream in streams[1:])
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(command, process.exitcode, out, err)
+
+
+def _be_python(command: tuple[str, ...], streams: list[Path], environment: dict[str, str], cwd: Path) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(os.open(stream, os.O_RDWR | os.O_CREAT, 0o600), number)
+    _become(environment, cwd)
+    option, program, *arguments = command
+    assert option == "-c", command
+    sys.argv = ["-c", *arguments]
+    try:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()
 
 
 class ForkedRally:
@@ -88,14 +122,10 @@ class ForkedRally:
 def _be_rally(
     arguments: list[str], stdout: Connection, environment: dict[str, str], cwd: Path, kill_before: str | None
 ) -> None:
-    os.chdir(cwd)
     for stream in (1, 2):
         os.dup2(stdout.fileno(), stream)
     stdout.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
-    os.environ.clear()
-    os.environ.update(environment)
+    _become(environment, cwd)
     sys.argv = ["rally", *arguments]
     if kill_before is not None:
         sys.addaudithook(lambda event, details: _kill_before(kill_before, event, details))
@@ -103,6 +133,14 @@ def _be_rally(
         run()
     finally:
         atexit._run_exitfuncs()
+
+
+def _become(environment: dict[str, str], cwd: Path) -> None:
+    os.chdir(cwd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _kill_before(ending: str, event: str, details: tuple[object, ...]) -> None:

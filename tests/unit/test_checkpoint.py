@@ -7,6 +7,7 @@ import sys
 import pytest
 import safetensors.torch
 import torch
+from forks import run_forked
 from full_disks import files_end_at
 from recorded_syncs import recorded_syncs
 from safetensors import SafetensorError
@@ -316,7 +317,7 @@ with writing(Path(sys.argv[1]), 1) as folder:
 
 
 def test_a_process_that_is_killed_while_it_saves_leaves_no_checkpoint_and_the_next_save_works(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    done = run_forked("-c", KILLED, str(tmp_path))
     assert done.returncode == -9
     assert steps(tmp_path) == []
     verify(write(tmp_path, 1))

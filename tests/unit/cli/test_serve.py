@@ -1,10 +1,9 @@
 """`rally serve` where it cannot."""
 
 import socket
-import subprocess
-import sys
 
 import pytest
+from forks import run_forked
 
 from rallypoint.errors import CacheError, ModelError, ServingError
 
@@ -47,9 +46,7 @@ def test_a_cache_beyond_memory_is_refused_before_anybody_asks(command, trained):
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(trained):
     code = "import sys; sys.modules['uvicorn'] = None; from rallypoint.cli.main import run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "serve", str(trained.run)], capture_output=True, text=True, check=False
-    )
+    done = run_forked("-c", code, "serve", str(trained.run))
     assert done.returncode == 1
     assert "rally serve needs the package uvicorn, which is not installed" in done.stderr
     assert "in a clone of rallypoint: pip install -e '.[serve]'" in done.stderr

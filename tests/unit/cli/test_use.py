@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from forks import run_forked
 from tiny_models import make_tiny_model
 
 from rallypoint.data import make_digits_tokenizer
@@ -195,8 +196,8 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(command, rude, 
         assert not [character for character in text if not character.isprintable() and character != "\n"]
 
 
-def test_errors_of_the_real_command_are_one_message_and_a_status(process, trained, model, tmp_path):
-    outside = process("eval", str(model), trained.data)
+def test_errors_of_the_real_command_are_one_message_and_a_status(trained, model):
+    outside = run_forked("-c", "from rallypoint.cli.main import run; run()", "eval", str(model), trained.data)
     assert (outside.returncode, outside.stdout) == (2, "")
     assert outside.stderr.startswith("error: ")
     assert "--reward file.py:function" in outside.stderr

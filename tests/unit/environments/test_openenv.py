@@ -43,7 +43,7 @@ async def served(capacity=1):
         if not isinstance(guess, int):
             return await tell(connection, "error", {"message": "guess: not a number", "code": "VALIDATION_ERROR"})
         if guess == 13:
-            return await asyncio.sleep(60)
+            return await connection.wait_closed()  # it hangs for as long as somebody waits
         is_right = guess == 7
         data = {"observation": {"text": "yes" if is_right else "no"}, "reward": float(is_right), "done": is_right}
         return await tell(connection, "observation", data)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forks import fork_context
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,7 +42,13 @@ def save_as_verl(rank, folder, store):
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verl")
     make_tiny_model(folder / "model")
-    mp.spawn(save_as_verl, (folder, folder / "store"), nprocs=4)
+    context = fork_context()
+    ranks = [context.Process(target=save_as_verl, args=(rank, folder, folder / "store")) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
     for name in ("three", "replicas"):
         described = folder / name / "actor" / "huggingface"
         shutil.copytree(folder / "model", described, ignore=shutil.ignore_patterns("*.safetensors"))

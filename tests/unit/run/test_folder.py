@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forks import run_forked
 from recorded_syncs import recorded_syncs
 
 from rallypoint.config import LoadedConfig, load_config
@@ -145,7 +146,7 @@ def test_a_process_that_asks_about_its_own_folder_keeps_its_lock(tmp_path: Path)
     folder = create_run(named(tmp_path, "mine"))
     with folder.locked():
         assert folder.is_in_use()
-        assert subprocess.run([sys.executable, "-c", LOOK, str(folder.path)], check=False).returncode == 1
+        assert run_forked("-c", LOOK, str(folder.path)).returncode == 1
     assert not folder.is_in_use()
 
 
@@ -209,7 +210,7 @@ def test_a_kill_at_any_file_operation_leaves_a_folder_with_its_config_or_none(tm
     last = 0
     for last in range(1, 100):
         where = tmp_path / str(last)
-        done = subprocess.run([sys.executable, "-c", MAKE, str(where), str(last)], check=False)
+        done = run_forked("-c", MAKE, str(where), str(last))
         path = where / "runs" / "mine"
         if path.exists():
             assert load_config(str(path)).config.recipe == "ppo"
