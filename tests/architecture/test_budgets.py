@@ -28,7 +28,6 @@ BROAD: dict[str, str] = {
     "data/tokenizer.py:_read": "the tokenizers library raises bare Exception for a file it cannot read",
     "data/tokenizer.py:save_tokenizer": "the tokenizers library raises bare Exception for a disk that is full",
     "engine/training_engine.py:train": "raised again as soon as the other ranks know",
-    "environments/own_thread.py:_work": "raised again where the result is awaited",
     "extras.py:find_unusable": "a package that does not fit to others raises anything while it is imported",
     "generation/native/accelerator/kernel.py:find_kernel": "whatever Triton or its compiler raise, it is left out",
     "models/kernels.py:_tried": "whatever Triton or its compiler raise, it is left out",

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rallypoint.data.dataset import Example
 from rallypoint.data.messages import Message
+from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.environments.given import GIVEN, is_given
-from rallypoint.environments.in_process import Ended, RolloutTask
+from rallypoint.environments.in_process import RolloutTask
 from rallypoint.environments.outcome import unwrapped
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError, UserCodeError, first_line
 from rallypoint.user_code import is_written_plain, own_signature, split
@@ -210,9 +211,9 @@ class EpisodeTask(RolloutTask[EpisodeCall]):
             raise
         return value, lambda: client.tools.num_errors if client.tools is not None else None
 
-    def raised(self, error: BaseException) -> Ended:
+    def raised(self, error: BaseException) -> EpisodeFailed:
         """See `Task.raised`."""
-        return Ended("engine", str(error)) if isinstance(error, _EngineError) else super().raised(error)
+        return EpisodeFailed("engine", str(error)) if isinstance(error, _EngineError) else super().raised(error)
 
 
 class _EngineError(Exception):

@@ -86,6 +86,10 @@ class DaemonThreads:
     def close(self) -> None:
         """Cancel the work that waits, and let the threads end with what is under way."""
         self._is_closed.set()
+        self.leave()
+
+    def leave(self) -> None:
+        """Let the threads end with all the work that they were given."""
         for _ in self._threads:
             self._asked.put(None)
 

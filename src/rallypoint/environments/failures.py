@@ -58,6 +58,17 @@ class RolloutFailure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EpisodeFailed:
+    """Why an episode gives no rollout."""
+
+    kind: RolloutFailureKind
+    reason: str
+    """One line."""
+    traceback: str = ""
+    """The episode's own frames."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RewardFailure:
     """A rollout that has no score, and why."""
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
-from rallypoint.environments.failures import RolloutFailureKind, failure_kind_of
+from rallypoint.environments.failures import EpisodeFailed, failure_kind_of
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded, named, packed
 from rallypoint.environments.outcome import is_ours, unwrapped
 from rallypoint.environments.reward import Wants
@@ -45,19 +45,8 @@ class Returned:
     """Calls of its own tools that failed; None if it had none."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
-    """Why a function has no result."""
-
-    kind: RolloutFailureKind
-    reason: str
-    """One line."""
-    traceback: str = ""
-    """The function's own frames."""
-
-
 @dataclasses.dataclass(frozen=True)
-class RolloutTask(Task[RolloutCallT, Returned | Ended], Generic[RolloutCallT]):
+class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutCallT]):
     """Such a function; the text of its file goes with it, so that all processes run the same."""
 
     function: UserFunction | None = None
@@ -111,27 +100,27 @@ class RolloutTask(Task[RolloutCallT, Returned | Ended], Generic[RolloutCallT]):
             return [json.loads(json.dumps(returned, default=_plain))]
         except (TypeError, ValueError, RecursionError):
             reason = f"{self.WHOSE} returned {type(value).__name__} that is no JSON"
-            return [dataclasses.asdict(Ended("malformed", reason))]
+            return [dataclasses.asdict(EpisodeFailed("malformed", reason))]
 
-    def read(self, answer: Mapping[str, Any]) -> Returned | Ended:
+    def read(self, answer: Mapping[str, Any]) -> Returned | EpisodeFailed:
         """See `Task.read`."""
-        return Ended(**answer) if "kind" in answer else Returned(**answer)
+        return EpisodeFailed(**answer) if "kind" in answer else Returned(**answer)
 
-    def raised(self, error: BaseException) -> Ended:
+    def raised(self, error: BaseException) -> EpisodeFailed:
         """See `Task.raised`."""
         kind, said = failure_kind_of(error), first_line(error)
         if kind == "overlong":
-            return Ended(kind, str(error))
+            return EpisodeFailed(kind, str(error))
         reason = said if kind == "malformed" else f"{self.WHOSE} raised {type(error).__name__}: {said}"
-        return Ended(kind, reason, format_user_traceback(error, skip=is_ours))
+        return EpisodeFailed(kind, reason, format_user_traceback(error, skip=is_ours))
 
-    def ended(self, reason: str, where: str) -> Ended:
+    def ended(self, reason: str, where: str) -> EpisodeFailed:
         """See `Task.ended`."""
-        return Ended("raised", reason, where)
+        return EpisodeFailed("raised", reason, where)
 
-    def timed_out(self, where: str) -> Ended:
+    def timed_out(self, where: str) -> EpisodeFailed:
         """See `Task.timed_out`."""
-        return Ended("timeout", f"{self.WHOSE} took longer than {self.timeout_s:g} s", where)
+        return EpisodeFailed("timeout", f"{self.WHOSE} took longer than {self.timeout_s:g} s", where)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from rallypoint.config import RunConfig
 from rallypoint.data import Example
 from rallypoint.environments.agents import AgentCall, AgentTask
 from rallypoint.environments.client import Client
+from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.environments.in_process import Returned
 from rallypoint.errors import ConfigError, DiskError, GenerationError, RowFullError, UserCodeError
 from rallypoint.generation import Output
@@ -29,7 +30,6 @@ from rallypoint.prepare.material import Material
 from rallypoint.recipes.in_processes import InProcesses
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
-from rallypoint.sampling.episode_end import EpisodeFailed
 from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
 from rallypoint.types import Turn
 
@@ -140,7 +140,7 @@ class Agents:
             return ended.result if client.turns else EpisodeFailed("malformed", _NO_CALL)
         if isinstance(session.failure, RowFullError | GenerationError):
             raise session.failure  # which the agent did not catch
-        return EpisodeFailed(ended.kind, ended.reason, ended.traceback)
+        return ended
 
 
 def _call(

@@ -24,13 +24,12 @@ from rallypoint.config import RunConfig
 from rallypoint.data import Example, save_tokenizer
 from rallypoint.environments.blocking import SIZE, EpisodeCall, EpisodeTask, SampledTurn
 from rallypoint.environments.client import Client
-from rallypoint.environments.in_process import Ended
+from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.errors import ConfigError, EpisodeError, RallyError, UserCodeError, first_line
 from rallypoint.prepare.material import Material
 from rallypoint.recipes.in_processes import InProcesses
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
-from rallypoint.sampling.episode_end import EpisodeFailed
 from rallypoint.types import Turn
 
 _MAX_FOLDER_BYTES = 80
@@ -97,8 +96,8 @@ class PlainEpisodes:
             )
         finally:
             del self._clients[key]
-        if isinstance(ended, Ended):
-            return EpisodeFailed(ended.kind, ended.reason, ended.traceback)
+        if isinstance(ended, EpisodeFailed):
+            return ended
         if ended.num_tool_errors is not None:
             client.num_tool_errors = ended.num_tool_errors
         return ended.result

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic
 
-from rallypoint.environments.in_process import Ended, Returned, RolloutCallT, RolloutTask
+from rallypoint.environments.failures import EpisodeFailed
+from rallypoint.environments.in_process import Returned, RolloutCallT, RolloutTask
 from rallypoint.environments.pool import Pool
 from rallypoint.errors import ConfigError, RewardError
 from rallypoint.sampling.client import EpisodeClient
@@ -42,7 +43,7 @@ class InProcesses(Generic[RolloutCallT]):
         except RewardError as error:
             raise ConfigError((f"rollout.episode={self._spec!r}: {error}",)) from None
 
-    async def run(self, client: EpisodeClient, call: RolloutCallT) -> Returned | Ended:
+    async def run(self, client: EpisodeClient, call: RolloutCallT) -> Returned | EpisodeFailed:
         """Call the function for one rollout; its process is ended if this is cancelled."""
         assert client.own_time is not None, "it has just begun"
         loop, has_begun = asyncio.get_running_loop(), asyncio.Event()

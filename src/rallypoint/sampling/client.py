@@ -25,14 +25,14 @@ from rallypoint.data import ChatMessage
 from rallypoint.environments.chat import Chat, Messages, said_in
 from rallypoint.environments.environment import Episode, Prompt
 from rallypoint.environments.episodes import called
-from rallypoint.environments.failures import RolloutFailure, RolloutFailureKind
+from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
 from rallypoint.generation import Output, Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
-from rallypoint.sampling.episode_end import EpisodeFailed, Limits, OwnTime, Results, failure_of
+from rallypoint.sampling.episode_end import Limits, OwnTime, Results, failure_of
 from rallypoint.sampling.episode_task import Ending, leave, where
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampler import Sampler

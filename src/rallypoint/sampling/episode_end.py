@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, cast
 
 from rallypoint.config import RunConfig
-from rallypoint.environments.failures import RolloutFailureKind, failure_kind_of
+from rallypoint.environments.failures import EpisodeFailed, failure_kind_of
 from rallypoint.environments.outcome import Scores, as_number, is_ours, too_large, unwrapped
 from rallypoint.errors import (
     first_line,
@@ -42,17 +42,6 @@ _RESULTS = (
 _LONGEST_S = 1e6
 """Seconds after which a timer looks again; event loops have none of any length."""
 _HERE = os.path.join(os.path.dirname(__file__), "")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EpisodeFailed:
-    """Why an episode gives no rollout."""
-
-    kind: RolloutFailureKind
-    reason: str
-    """One line."""
-    traceback: str = ""
-    """The episode's own frames."""
 
 
 class _MisfitError(ValueError):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 
-from rallypoint.sampling.episode_end import EpisodeFailed
+from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.types import Trajectory
 
 _HERE = os.path.dirname(__file__)
