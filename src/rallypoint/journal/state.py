@@ -10,8 +10,8 @@ supersedes what earlier starts did after step 20.
 >>> killed.step, killed.ended
 (3, None)
 >>> again = fold([began, *done, dataclasses.replace(began, first=2), RunEnded(how="stopped")])
->>> again.step, again.ended.how, again.num_starts, [start.first for start in again.starts]
-(2, 'stopped', 2, [0, 2])
+>>> again.step, again.ended.how, again.num_starts, [start.first for start in again.starts], again.killed
+(2, 'stopped', 2, [0, 2], [3])
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class RunState:
     """What the ranks that sample then loaded."""
     ended: RunEnded | None = None
     """End of its newest start; None while it runs, or if it was killed."""
+    killed: Sequence[int] = ()
+    """Newest step of each earlier start that has no end."""
     losses: Sequence[RoleLost | RolesRestarted] = ()
     """Processes that were lost, over all starts, and how it went on after them."""
 
@@ -69,22 +71,28 @@ class RunState:
         return max(self.steps, default=0 if self.began is None else self.began.first)
 
 
+def is_superseded(step: float, first: int) -> bool:
+    """Return whether a start that goes on from a step, 0 for none, does another step again, or what came after it."""
+    return step > first or not first
+
+
 def _supersede(first: int, *kinds: dict[int, Any]) -> None:
     """Remove what a start does anew that goes on from a step."""
     for done in kinds:
-        for step in [step for step in done if step > first or not first]:
+        for step in [step for step in done if is_superseded(step, first)]:
             del done[step]
 
 
 def fold(events: Iterable[Event]) -> RunState:
     """Return the state that events make, oldest first."""
     launched, began, inputs, ended, num_starts = Launched(), None, None, None, 0
-    starts, newest, losses = list[RunBegan](), 0, list[RoleLost | RolesRestarted]()
+    starts, newest, killed, losses = list[RunBegan](), 0, list[int](), list[RoleLost | RolesRestarted]()
     steps, validations, checkpoints = dict[int, StepDone](), dict[int, Validated](), dict[int, CheckpointSaved]()
     published, loaded = dict[int, WeightsPublished](), dict[int, WeightsLoaded]()
     for event in events:
         match event:
             case RunBegan(first=first):
+                killed += [max(steps, default=began.first)] if began is not None and ended is None else []
                 began, inputs, ended, num_starts = event, None, None, num_starts + 1
                 starts, newest = [*(one for one in starts if one.first < first), event], first
                 _supersede(first, steps, validations, checkpoints, published, loaded)
@@ -109,4 +117,4 @@ def fold(events: Iterable[Event]) -> RunState:
             case RunEnded():
                 ended = event
     of_steps = (steps, validations, checkpoints, published, loaded)
-    return RunState(launched, began, inputs, num_starts, starts, *of_steps, ended, losses)
+    return RunState(launched, began, inputs, num_starts, starts, *of_steps, ended, killed, losses)

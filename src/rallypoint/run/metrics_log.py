@@ -24,6 +24,7 @@ from pathlib import Path
 from rallypoint.disk import naming
 from rallypoint.errors import DiskError
 from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated, read_journal
+from rallypoint.journal.state import is_superseded
 
 STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
 
@@ -95,7 +96,7 @@ def measurements(entries: Iterable[Entry]) -> list[dict[str, float]]:
     for entry in entries:
         match entry.event:
             case RunBegan(first=first):
-                found = [record for record in found if 0 < first >= record[STEP]]
+                found = [record for record in found if not is_superseded(record[STEP], first)]
                 before_s, began_s = found[-1][TIME] if found else 0.0, entry.time_s
             case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
                 time_s = round(before_s + entry.time_s - began_s, 3)

@@ -2,11 +2,11 @@
 
 A resumed run is compared with the record of the checkpoint that it continues from (`record.py`):
 
-- refused: changes after which the weights so far would be those of another run (`_SAME`);
+- refused: changes after which the weights so far would be those of another run;
 - accepted and reported, weights differ from now on: everything on no list, such as a learning rate;
-- accepted and reported, weights are equal up to rounding: changes of who computes what (`_ROUNDING`). Over-sampled, or
+- accepted and reported, weights are equal up to rounding: changes of who computes what. Over-sampled, or
   sampled ahead, they differ: who computes what decides which rollouts end first, or how old they are;
-- accepted: changes that no bit of the weights depends on (`_FREE`).
+- accepted: changes that no bit of the weights depends on. `resume.yaml` has these lists, by key or section.
 
 Without a checkpoint, everything may change.
 """
@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, cast
+
+import yaml
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
@@ -25,59 +28,10 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import Inputs, Record, made_inputs
 from rallypoint.run.waste import sampled_again
 
-_SAME = {
-    "recipe": "the checkpoint is of another algorithm",
-    "seed": "the order of prompts and every draw follow from it",
-    "model": "the weights so far are of that model",
-    "model.tokenizer": "the weights so far have learned rows that were written with it",
-    "critic.path": "the critic so far is of that model",
-    "data.train": "which prompts come next follows from it",
-    "data.columns": "which prompts there are follows from it",
-    "data.generate": "which prompts come next follows from it",
-    "data.shuffle": "which prompts come next follows from it",
-    "data.max_prompt_tokens": "which prompts there are follows from it",
-    "data.num_examples": "which examples come next follows from it",
-    "data.max_row_tokens": "which examples there are follows from it",
-    "data.template": "which prompts there are follows from it",
-    "data.on_too_long": "which prompts there are follows from it",
-    "rollout.num_prompts": "which prompts come next follows from it",
-}
+_RULES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("resume.yaml").read_text(encoding="utf-8"))
+_SAME: Mapping[str, str] = _RULES["refused"]
 """Key, or section -> why it cannot change in the middle of a run."""
-
-_ROUNDING = (
-    "cluster.pools",
-    "cluster.device",
-    "cluster.num_cpus_per_process",
-    "engine",
-    "rollout.exact",
-    "rollout.max_batch_rows",
-    "rollout.cache_tokens",
-    *(
-        f"{role}.{what}"
-        for role in ("actor", "critic", "reference", "reward", "teacher")
-        for what in ("placement", "mesh")
-    ),
-    "rollout.placement",
-)
-
-_FREE = (
-    "trainer",
-    "tracking",
-    "checkpoint",
-    "validation",
-    "data.validation",
-    "checks",
-    "cluster",
-    "rollout.serve",
-    "rollout.weights",
-    "reward.num_processes",
-    "rollout.max_failed",
-    "reward.max_calls",
-    "reward.max_memory_gib",
-    "teacher.served",
-    "model.trust_remote_code",
-    "engine.sleep",
-)
+_ROUNDING, _FREE = tuple[str, ...](_RULES["rounding"]), tuple[str, ...](_RULES["free"])
 
 
 def step_to_go_on_from(folder: RunFolder, from_step: int | None) -> int:

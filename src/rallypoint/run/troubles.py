@@ -28,7 +28,6 @@ from rallypoint.journal import (
     RoleLost,
     RolesRestarted,
     RolesStarted,
-    RunBegan,
     StepDone,
     read_journal,
 )
@@ -329,17 +328,8 @@ def _of_waste(story: _Story) -> Iterator[Trouble]:
 
 def _of_ends(story: _Story) -> Iterator[Trouble]:
     """Starts that ended by themselves, and processes that were lost."""
-    killed, newest, is_open = list[int](), 0, False
-    for entry in story.entries:
-        match entry.event:
-            case RunBegan(first=first):
-                killed += [newest] if is_open else []
-                newest, is_open = first, True
-            case StepDone(step=step):
-                newest = step
-            case event:
-                is_open = is_open and type(event).__name__ != "RunEnded"
-    killed += [newest] if is_open and story.is_over else []
+    state = story.state
+    killed = [*state.killed, *([state.step] if story.is_over and state.began and state.ended is None else [])]
     if killed:
         said = f"{counted(len(killed), 'start')} without an end, after step {', '.join(map(str, killed))}"
         why = "kill -9, out of memory (dmesg), or a time limit of the scheduler? lower checkpoint.every_steps"
