@@ -20,6 +20,7 @@ from rallypoint.display.text import clean, clock_time, wrap
 from rallypoint.display.theme import LEVELS, PALETTE, phase_colours
 from rallypoint.observability.numbers import compact, counted, number
 from rallypoint.observability.spans import START, shares_of
+from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import Summary
 from rallypoint.run.waste import Account
 
@@ -37,7 +38,9 @@ def print_summary(console: Console, summary: Summary, notes: Mapping[str, int]) 
     rows: _Rows = [(_SPACE, Text("")), (0, _heading(summary, console.width)), (_SPACE, Text(""))]
     rows += [*_results(summary), (_SPACE, Text("")), *_places(summary), (_SPACE, Text("")), *_commands(summary)]
     rows += [*_phases(summary, console.width), *_notes(summary, notes, console.width)]
-    kept = _fitting(rows, console.width, console.height - 3) if console.is_terminal else rows
+    rest = _row("", f"all of it: {summary.run_dir / REST}").plain  # where rows are left out
+    room = console.height - 2 - max(2, math.ceil(cell_len(rest) / console.width))
+    kept = _fitting(rows, console.width, room) if console.is_terminal else rows
     for _, line in kept:
         console.print(line, soft_wrap=True)
     if {rank for rank, _ in rows} - {rank for rank, _ in kept} - {_SPACE}:
@@ -137,6 +140,7 @@ def _size(gib: float) -> str:
 
 def _places(summary: Summary) -> _Rows:
     rows: _Rows = [(0, _row("run folder", clean(str(summary.run_dir))))]
+    rows.append((_AGREEMENT, _row("report", clean(str(RunFolder(summary.run_dir).report)))))
     if summary.curve is not None:
         rows.append((_AGREEMENT, _row("curve", clean(str(summary.curve)))))
     else:

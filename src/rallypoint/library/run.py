@@ -17,7 +17,7 @@ from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.extras import find_unusable
 from rallypoint.journal import read_journal
 from rallypoint.model_files import is_adapter
-from rallypoint.page import REPORT, RunReader, write_report
+from rallypoint.page import RunReader, write_report
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import why_no_plot
 from rallypoint.run.folder import RunFolder, named_run
@@ -168,7 +168,7 @@ class Run:
         The page is that of the moment. `rally view` shows a run that goes on.
         """
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / REPORT
+            file = Path(folder) / "page.html"
             write_report(RunReader.several([self.folder, *(other.folder for other in others)]), file)
             return Page(file.read_text(encoding="utf-8"))
 

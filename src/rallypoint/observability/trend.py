@@ -59,8 +59,8 @@ class RewardTrend:
 
     @property
     def num_flat_steps(self) -> int:
-        """Steps since the warmup without a rise; 0 once there was one."""
-        return 0 if self._has_learned else max(0, self._num_steps - self._num_warmup_steps)
+        """Steps since the warmup without a rise; 0 once there was one, and where nothing is rewarded."""
+        return 0 if self._has_learned or not self._first else max(0, self._num_steps - self._num_warmup_steps)
 
     @property
     def rise(self) -> float:

@@ -4,7 +4,7 @@ Owns: what is shown, and its files.
 Must not know: how a fact comes to be, or what trains.
 """
 
-from rallypoint.page.report import REPORT, write_report
+from rallypoint.page.report import write_report
 from rallypoint.page.run_reader import RunReader
 
-__all__ = ["REPORT", "RunReader", "write_report"]
+__all__ = ["RunReader", "write_report"]

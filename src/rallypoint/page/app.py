@@ -27,7 +27,6 @@ from rallypoint.observability.exposition import exposition
 from rallypoint.page.answers import STATIC, answer_or_why, to_json
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.metrics_log import STEP
-from rallypoint.run.rollouts import rollout_files
 from rallypoint.serving import LOOPBACK, Access, Server, bind, check_keys, numbers_route, with_errors
 
 _COOKIE = "rally_view"
@@ -161,7 +160,7 @@ async def _changes(runs: Sequence[RunReader], is_over: threading.Event) -> Async
     while not is_over.is_set():
         quiet += 1
         for run in runs:
-            now = await run_in_threadpool(_news, run)
+            now = await run_in_threadpool(news_of, run)
             if seen.get(run.name) != now:
                 seen[run.name], quiet = now, 0
                 yield f"data: {to_json(now)}\n\n"
@@ -171,7 +170,7 @@ async def _changes(runs: Sequence[RunReader], is_over: threading.Event) -> Async
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _news(run: RunReader) -> dict[str, object]:
+def news_of(run: RunReader) -> dict[str, object]:
+    """Return what changes when a run does."""
     now = run.now()
-    newest = max(rollout_files(now.folder.path), default=0)
-    return {"run": run.name, "version": now.version, "rollouts": newest, "running": now.is_running}
+    return {"run": run.name, "version": now.version, "rollouts": now.rollouts_changed, "running": now.is_running}

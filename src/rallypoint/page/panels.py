@@ -84,6 +84,7 @@ def summary(run: Snapshot) -> JSON:
         "metrics": list(dict.fromkeys(name for metrics in run.steps.values() for name in metrics)),
         "headline": list(watched),
         "validation": f"validation/{validated}",
+        "rollouts_changed": run.rollouts_changed,
         "rollouts": {kind: list(rollout_files(run.folder.path, kind)) for kind in ("step", "validation")},
         "seconds": max((metrics.get(TIME, 0.0) for metrics in run.steps.values()), default=0.0),
         "best": _best(run, f"validation/{validated}", -1.0 if validated == "loss" else 1.0) or _best(run, REWARD),

@@ -21,8 +21,6 @@ from rallypoint.page.rollout_tables import FILTERS
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.rollouts import rollout_files
 
-REPORT = "report.html"
-"""Name of the file in the folder of a run that has ended."""
 MAX_BYTES = 5 * 10**6
 _MODULES = ("dom.js", "source.js", "charts.js", "rollouts.js", "panels.js", "page.js")
 _MOST_POINTS = 1000

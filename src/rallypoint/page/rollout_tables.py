@@ -17,7 +17,7 @@ import numpy as np
 from rallypoint.errors import RunFolderError
 from rallypoint.page.run_reader import Snapshot
 from rallypoint.page.timing import JSON
-from rallypoint.run.rollouts import Kind, rollout_files
+from rallypoint.run.rollouts import Kind, rollout_files, scores_in
 from rallypoint.run.step_rollouts import NO_SIGNAL, REPLACED
 
 CUT = 400
@@ -70,14 +70,14 @@ def _rows(file: Path, changed: float) -> list[JSON]:
     there = [name for name in LIGHT if name in table.column_names]  # fewer in a file of an older version
     light: list[JSON] = table.select(there).to_pylist(maps_as_pydicts="strict")
     masks, advantages, old, sampled = (_column(table, name) for name in ("loss_mask", *TOKENS))
-    for place, (row, mask) in enumerate(zip(light, masks, strict=True)):
+    for place, (row, mask, advantage, a, b) in enumerate(zip(light, masks, advantages, old, sampled, strict=True)):
         here = None if mask is None else mask.astype(bool)
-        gaps = None if old[place] is None or sampled[place] is None else np.abs(old[place] - sampled[place])[here]
+        gaps = None if a is None or b is None else np.abs(a - b)[here]
         more: JSON = {
             "place": place,
             "score": _finite(row["score"]),
             "length": 0 if here is None else int(here.sum()),
-            "advantage": None if advantages[place] is None else _mean_advantage(advantages[place][here]),
+            "advantage": None if advantage is None else _mean_advantage(advantage[here]),
             "gap": None if gaps is None or not len(gaps) else _finite(float(gaps.max())),
         }
         row.update({name: None for name in LIGHT if name not in there} | more)
@@ -116,8 +116,9 @@ def read(file: Path, columns: Sequence[str] | None = None) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        there = pq.read_schema(file).names
-        return pq.read_table(file, columns=[name for name in there if columns is None or name in columns])
+        with pq.ParquetFile(file) as opened:  # a quarter of the time of read_table
+            there = opened.schema_arrow.names
+            return opened.read([name for name in there if columns is None or name in columns], use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise RunFolderError(f"{file} cannot be read: {error}") from error
 
@@ -138,12 +139,12 @@ def file_of(run: Snapshot, step: int, kind: Kind) -> Path:
     Raises:
         RunFolderError: there is none.
     """
-    files = rollout_files(run.folder.path, kind)
-    if step not in files:
+    file = run.folder.path / "rollouts" / f"{kind}_{step:06d}.parquet"
+    if not file.is_file():
         raise RunFolderError(
             f"no rollouts of {kind} {step} are kept: older steps are thinned out (tracking.rollouts_gib)"
         )
-    return files[step]
+    return file
 
 
 def rows_of(run: Snapshot, step: int, kind: Kind) -> list[JSON]:
@@ -236,14 +237,13 @@ class _Index:
 
 @functools.lru_cache(maxsize=4096)
 def _index(file: Path, changed: float) -> _Index:
-    del changed
     try:
-        table = read(file, ["name", "score"])
+        rows = scores_in(file, changed)
     except RunFolderError:  # the panel of its rollouts says so
         return _Index()
-    scores = table.column("score").drop_null().to_numpy()
-    ends = (float(np.quantile(scores, 0.1)), float(np.quantile(scores, 0.9))) if len(scores) else None
-    return _Index(frozenset(table.column("name").to_pylist()), ends)
+    scores = [score for *_, score in rows if score is not None]
+    ends = (float(np.quantile(scores, 0.1)), float(np.quantile(scores, 0.9))) if scores else None
+    return _Index(frozenset(name for name, *_ in rows), ends)
 
 
 def group(run: Snapshot, step: int, prompt: int, kind: Kind = "step") -> JSON:
@@ -273,7 +273,7 @@ def followed(run: Snapshot, name: str, max_steps: int = 100) -> JSON:
         if name not in _index(file, file.stat().st_mtime).names:
             continue
         table = read(file, ("name", "prompt_index", "score", "response"))
-        rows = table.filter(pc.equal(table.column("name"), name)).to_pylist()
+        rows = table.filter(pc.field("name") == name).to_pylist()
         first = {"prompt": rows[0]["prompt_index"], "response": rows[0]["response"][:CUT]}
         found.append({"step": step, **first, "scores": [row["score"] for row in rows]})
         if len(found) == max_steps:

@@ -31,7 +31,7 @@ from rallypoint.journal import (
     fold,
 )
 from rallypoint.observability.health import Health, health
-from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
+from rallypoint.observability.trend import FLAT_STEPS, REWARD, RewardTrend
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import config_of
@@ -72,7 +72,8 @@ class Snapshot:
             found.setdefault(int(record[STEP]), {}).update(record)
         for step in sorted(self.state.steps):
             trend.add(found[step])
-            found[step][FLAT_STEPS] = trend.num_flat_steps
+            if REWARD in found[step]:
+                found[step][FLAT_STEPS] = trend.num_flat_steps
         return dict(sorted(found.items()))
 
     @functools.cached_property
@@ -112,6 +113,12 @@ class Snapshot:
     def is_running(self) -> bool:
         """Whether a process trains in it at this moment."""
         return self.folder.is_in_use()
+
+    @property
+    def rollouts_changed(self) -> str:
+        """When files of rollouts came or went last, in nanoseconds; cheaper than their names."""
+        folder = self.folder.path / "rollouts"
+        return str(folder.stat().st_mtime_ns) if folder.is_dir() else ""
 
     def around(self, step: int) -> list[Entry]:
         """Return what a trace of a step is drawn from: no other steps, and the groups of this one."""

@@ -49,6 +49,9 @@ _DRIVERS = {11: 450, 12: 525, 13: 580}
 _EXTRAS = {
     "matplotlib": "plot",
     "math_verify": "math",
+    "jsonschema": "json",
+    "mcp": "mcp",
+    "pandas": "pandas",
     "reasoning_gym": "reasoning-gym",
     "starlette": "serve",
     "websockets": "openenv",

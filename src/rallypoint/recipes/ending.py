@@ -23,7 +23,7 @@ from rallypoint.errors import DiskError, RallyError, first_line
 from rallypoint.journal import Journal, RunBegan, RunEnded
 from rallypoint.observability.tracker_clients import as_in_verl, open_trackers
 from rallypoint.observability.trackers import Tracked, Trackers
-from rallypoint.page import REPORT, RunReader, write_report
+from rallypoint.page import RunReader, write_report
 from rallypoint.prepare.machine import planned_gib
 from rallypoint.run import MetricsLog, Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored, has_begun
@@ -101,10 +101,10 @@ def reported(folder: RunFolder) -> Iterator[None]:
     finally:
         if has_begun(folder) and not folder.is_in_use():  # by a process that this one gave way to
             try:
-                write_report([RunReader(folder.path)], folder.path / REPORT)
+                write_report([RunReader(folder.path)], folder.report)
             except Exception as error:  # noqa: BLE001 - of whatever reads and draws: the run is done
                 with contextlib.suppress(DiskError):
-                    folder.log(f"{REPORT} was not written: {type(error).__name__}: {first_line(error)}")
+                    folder.log(f"{folder.report.name} was not written: {type(error).__name__}: {first_line(error)}")
 
 
 def summarise(folder: RunFolder, config: RunConfig) -> Summary:

@@ -126,6 +126,11 @@ class RunFolder:
         return self.path / "curve.png"
 
     @property
+    def report(self) -> Path:
+        """The page of the run in one file, when it has ended."""
+        return self.path / "report.html"
+
+    @property
     def endpoint_key(self) -> Path:
         """The key for callers of the run's endpoint; the file exists while the endpoint is open."""
         return self.path / "endpoint.key"

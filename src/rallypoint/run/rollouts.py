@@ -20,6 +20,7 @@ old, about every n/8-th stays, if eight of the newest have room.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import threading
@@ -209,6 +210,29 @@ def read_rollouts(run: Path, step: int | None = None, kind: Kind = "step") -> li
     except (OSError, pa.ArrowException) as error:
         raise RunFolderError(f"{file} cannot be read: {error}") from error
     return [dict(row) for row in rows]
+
+
+@functools.lru_cache(maxsize=128)
+def scores_in(file: Path, changed: float) -> list[tuple[str, int, float | None]]:
+    """Return name, prompt and score of each rollout of a file; what was read is kept.
+
+    Args:
+        file: of a step or a validation.
+        changed: when it changed last.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    del changed
+    try:
+        with pq.ParquetFile(file) as opened:
+            columns = opened.read(["name", "prompt_index", "score"], use_threads=False).to_pydict()
+    except (OSError, pa.ArrowException) as error:
+        raise RunFolderError(f"{file} cannot be read: {error}") from error
+    return list(zip(*columns.values(), strict=True))
 
 
 def _ranges(steps: Sequence[int] | Mapping[int, object]) -> str:

@@ -38,7 +38,7 @@ from rallypoint.observability.spans import TIME_PREFIX, shares_of, spans_of, top
 from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import config_of
-from rallypoint.run.rollouts import rollout_files
+from rallypoint.run.rollouts import rollout_files, scores_in
 from rallypoint.run.waste import account
 
 _LASTS, _NEWEST = 0.2, 5
@@ -359,19 +359,16 @@ def _of_clock(story: _Story) -> Iterator[Trouble]:
 
 def _of_prompts(folder: Path) -> Iterator[Trouble]:
     """Prompts of several groups that never earned more than the lowest score, while others did."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     files = dict(list(rollout_files(folder).items())[-_MOST_FILES:])
     best, groups = dict[str, float](), defaultdict[str, set[int]](set)
     lowest = math.inf
     for step, file in files.items():
         try:
-            columns = pq.read_table(file, columns=["name", "prompt_index", "score"]).to_pydict().values()
-        except (OSError, pa.ArrowException):
+            rows = scores_in(file, file.stat().st_mtime)
+        except (RunFolderError, OSError):
             yield Trouble("watch", "rollouts damaged", str(file), "remove the file", step)
             continue
-        for name, index, score in zip(*columns, strict=True):
+        for name, index, score in rows:
             if score is not None and math.isfinite(score):
                 best[name] = max(score, best.get(name, -math.inf))
                 lowest = min(lowest, score)

@@ -291,6 +291,7 @@ def test_the_summary_says_how_it_went_where_things_are_and_what_to_do_next(width
     for words in (
         "0.100 → 0.900", "best 0.950 at step 20", "0:01:40", "300 steps", "1.2M sampled", "1.1M trained", "60.0%",
         "10.0%", "mean 2e-07, largest 3e-06 nats", "token 9 of prompt 17 sample 2, '7", "runs/digits-0/curve.png",
+        "runs/digits-0/report.html",
         "step_000300", "3 rewards failed", SUMMARY.commands["chat"],
     ):  # fmt: skip
         assert words in text, words

@@ -333,9 +333,9 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_whole(browser, tmp
                 file.write(b"".join(lines[began:]))
             at_step(browser, 3)
             shows(browser, ".pill", "running")
-            check_panels(browser)
             shows(browser, "#lanes", "step 3")
             shows(browser, "#rollout-count", "4 of 4")
+            check_panels(browser)
             with Journal(path / "journal.jsonl") as journal:
                 journal.append(RunEnded(how="finished"))
         shows(browser, ".pill", "finished")

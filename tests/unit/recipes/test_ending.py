@@ -4,8 +4,10 @@ import asyncio
 import functools
 
 import pytest
+from planted_runs import planted_run
 
-from rallypoint.recipes.ending import Endings
+from rallypoint.recipes.ending import Endings, reported
+from rallypoint.run.folder import RunFolder
 
 
 def run_endings(*, fails=(), in_block=None):
@@ -100,3 +102,15 @@ def test_endings_are_done_also_if_nothing_can_be_said():
     with pytest.raises(LookupError):
         asyncio.run(main())
     assert done == [1]
+
+
+def test_a_start_that_gives_way_to_another_process_leaves_its_report_alone(tmp_path):
+    run = RunFolder(planted_run(tmp_path, num_steps=1, prompts=2, group=2))
+    run.metrics.write_text("{}\n")
+    run.report.write_text("theirs")
+    with run.locked(), reported(run):
+        pass
+    assert run.report.read_text() == "theirs"
+    with reported(run):
+        pass
+    assert 'id="data"' in run.report.read_text()

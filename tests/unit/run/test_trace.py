@@ -226,3 +226,10 @@ def test_a_collector_that_is_not_there_is_named_with_what_was_expected(tmp_path)
     result = CliRunner().invoke(app, ["view", str(tmp_path), "--trace", "1", "--otlp", "http://127.0.0.1:9"])
     assert isinstance(result.exception, ExportError)
     assert "http://127.0.0.1:9/v1/traces: the spans were not taken" in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--out", "--otlp"])
+def test_where_a_trace_goes_is_an_error_without_its_steps(option, tmp_path):
+    result = CliRunner().invoke(app, ["view", str(tmp_path), option, "there"])
+    assert result.exit_code == 2
+    assert "--trace FIRST:LAST" in " ".join(result.output.replace("│", " ").split())

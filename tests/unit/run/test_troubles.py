@@ -201,6 +201,11 @@ def test_nobody_expects_a_policy_to_learn_while_its_learning_rate_warms_up():
     assert "not learning" not in found(slow, *flat)
 
 
+def test_a_run_without_rewards_is_not_told_that_it_does_not_learn():
+    losses = [StepDone(step=step, metrics={"actor/loss": 1.0}, digests={}, seconds=1.0) for step in range(1, 200)]
+    assert "not learning" not in found(BEGAN, *losses)
+
+
 def test_a_run_that_was_killed_and_not_resumed_says_so(tmp_path):
     run = planted_run(tmp_path, num_steps=2, prompts=2, group=2)
     assert "killed" in {one.words for one in troubles_of(run)}

@@ -8,6 +8,9 @@ let current = null;
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+/** Between two marks of steps: there are no halves of one. */
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
+
 /** Colours of several lines, apart for every kind of colour vision (Okabe and Ito). */
 export const LINES = ["blue", "vermilion", "green", "purple", "orange", "sky"];
 
@@ -113,7 +116,7 @@ export function chart({ title, note = "", lines, bands = [], limits = [], height
     scales: { x: { time: false }, y: { range: (_, from, to) => span(from, to, low) } },
     series: [{}, ...series],
     bands: bands.map(([upper, lower]) => ({ series: [upper + 1, lower + 1], fill: () => colour("band") })),
-    axes: [axis({ size: 26, space: 60 }), axis({ size: 54, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
+    axes: [axis({ size: 26, space: 60, incrs: WHOLE }), axis({ size: 54, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
     hooks: { draw: [levels(limits), stepLine], setCursor: [(plot) => one.label?.(plot.cursor.idx)] },
   };
   one.plot = new uPlot(options, data, place);

@@ -80,6 +80,11 @@ const DRAW = {
     fill(body, troubles, signals);
   },
   rollouts: async (body) => {
+    if (state.steps.length && !state.summary[state.run].rollouts.step.length) {
+      rollouts = null;
+      fill(body, message("this run has none: its recipe samples none, or tracking.rollouts_gib is 0"));
+      return;
+    }
     if (!rollouts) {
       rollouts = rolloutPanel(inside, { onPin: pin });
       fill(body, pinned, inside);
@@ -212,7 +217,9 @@ async function headline(body) {
     return;
   }
   const [metric, label] = state.summary[state.run].headline;
-  fill(curve, chart({ title: metric === "reward/mean" ? "reward" : label, ...headlineLines(), height: 260, onStep: setStep, wide: true }));
+  const title = label[0].toUpperCase() + label.slice(1);
+  if (metric !== "reward/mean") fill(body.previousElementSibling, el("h2", {}, title), el("p", {}, "What this recipe watches above all; points are validations. A click moves all panels to that step."));
+  fill(curve, chart({ title: label, ...headlineLines(), height: 260, onStep: setStep, wide: true }));
   const names = [...new Set([...state.added, ...FEW])].filter((name) => state.runs.some((run) => state.summary[run].metrics.includes(name)));
   const removed = (name) => () => ((state.added = state.added.filter((one) => one !== name)), drawn("headline"));
   const perRun = state.runs.map((run) => ({ run, curves: state.curves[run] }));
@@ -282,14 +289,17 @@ async function loadSpread() {
 
 let isBusy = false;
 let isChanged = false;
+const MOST_WAIT_MS = 10000;
+const SHARE = 150; // one part of the time at most goes into reading: whoever looks at a run must not slow it down
 
-/** Read what is new; what happens meanwhile is read right after it. */
+/** Read what is new; what happens meanwhile is read after it. */
 async function update() {
   isChanged = true;
   if (isBusy) return;
   isBusy = true;
   while (isChanged) {
     isChanged = false;
+    const began = performance.now();
     try {
       await load();
       await drawStale();
@@ -298,13 +308,14 @@ async function update() {
     } catch {
       // The server has ended; the mark in the head says so.
     }
+    await new Promise((done) => setTimeout(done, Math.min(MOST_WAIT_MS, SHARE * (performance.now() - began))));
   }
   isBusy = false;
 }
 
 function changed(news) {
   const known = state.summary[news.run];
-  const isSame = known.version === news.version && (known.rollouts.step.at(-1) ?? 0) === news.rollouts;
+  const isSame = known.version === news.version && known.rollouts_changed === news.rollouts;
   if (!isSame || (known.state === "running") !== news.running) update();
 }
 
@@ -340,7 +351,7 @@ const inside = el("div", {});
 const busy = el("div", { class: "charts" });
 const lanes = el("div", { class: "lanes", id: "lanes" });
 const answers = el("div", { id: "answers" });
-let rollouts;
+let rollouts = null;
 
 slider.addEventListener("input", () => setStep(state.steps[Number(slider.value)] ?? null));
 
@@ -421,7 +432,7 @@ function help() {
 function frame() {
   const ids = Object.keys(PANELS).filter((id) => id !== "compare" || state.runs.length > 1);
   const button = (text, run, label) => el("button", { class: "plain", title: label, "aria-label": label, on: { click: run } }, text);
-  const links = ids.map((id) => el("a", { href: `#${id}` }, id === "broke" ? "what broke" : id === "headline" ? "reward" : id));
+  const links = ids.map((id) => el("a", { href: `#${id}` }, { broke: "what broke", headline: "overview" }[id] ?? id));
   for (const link of links) {
     link.addEventListener("click", (event) => {
       event.preventDefault();

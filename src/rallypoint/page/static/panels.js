@@ -69,6 +69,7 @@ function evidence(rule, [steps, values], onStep) {
 
 /** Draw where time goes; `busy` has charts of its own, and `lanes` is filled by `drawLanes`. */
 export function drawTime(body, facts, busy, lanes, onStep) {
+  if (!facts.steps.length) return fill(body, message("no step is done yet"));
   const hasOther = facts.other.some((value) => value > 1e-3);
   const names = [...Object.keys(facts.phases), ...(hasOther ? ["other"] : [])];
   const columns = [...Object.values(facts.phases), ...(hasOther ? [facts.other] : [])];
@@ -82,7 +83,7 @@ export function drawTime(body, facts, busy, lanes, onStep) {
   const shares = names.map((name, at) => el("span", { class: `share ${PHASES[at % PHASES.length]}` }, `${name} `, el("b", {}, percent(totals[at] / whole))));
   const slow = facts.slow_ranks.map((one) => message(`rollout rank ${one.rank}${where(facts, one.rank)} was a straggler in ${one.steps} of ${one.of} steps: over 1.5 times the median of the others`, "warn"));
   const few = facts.stragglers.slice(-5).map((one) => el("button", { class: "plain", on: { click: () => onStep(one.step) } }, `step ${one.step}: rank ${one.rank}, ${duration(one.seconds)} (the others ${duration(one.median)})`));
-  fill(
+  return fill(
     body,
     el("div", { class: "shares" }, shares),
     el("div", { class: "charts two" }, chart({ title: facts.each > 1 ? `seconds of a step, means of ${facts.each}` : "seconds of a step", lines: stacked.toReversed(), height: 190, onStep, low: 0 }), chart({ title: "tokens per second", lines: [{ label: "tokens/s", steps: facts.steps, values: facts.tokens_per_s, colour: "blue" }], height: 190, onStep, low: 0 })),
