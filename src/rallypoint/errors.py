@@ -327,6 +327,10 @@ class WorkerDiedError(_WorkerProblemError):
     verb = "died during"
     is_preempted = False
     """Whether whoever the machine belongs to took it away, with notice."""
+    is_terminated = False
+    """Whether somebody sent it SIGTERM, as a scheduler does."""
+    is_node_lost = False
+    """Whether its whole node was lost, with all processes there."""
     is_final = False
     """Whether another try would end the same way: the cause is in the call."""
 

@@ -35,12 +35,14 @@ NOTED = ".failed"
 """In the folder of a run: a line for each failpoint that has fired, with its time in seconds since the epoch."""
 HOW = {
     "kill": "SIGKILL to the process",
+    "term": "SIGTERM to the process",
     "stop": "SIGSTOP to the process",
     "raise": "an error",
     "hang": "does not go on",
     "slow=SECONDS": "goes on after that time",
     "disk_full": "the system's error for a full disk",
 }
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _OF_CALLS = ("step", "rank")
 _TICK_S = 0.1
 """Seconds of a sleep between two moments at which a thread that hangs can be cancelled."""
@@ -201,7 +203,7 @@ def _problem(
     step, rank = (point.conditions.get(name, 0) for name in _OF_CALLS)
     if step > num_steps or (dot and rank >= ranks[role]):
         return f"{point.text}: the run has {num_steps} steps{f', and {role} {ranks[role]} ranks from 0' if dot else ''}"
-    if dot and inline and point.how in {"kill", "stop"}:
+    if dot and inline and point.how in _SIGNALS:
         return (
             f"{point.text}: with cluster.runtime=inline a role's process is the driver itself; name an event instead, "
             f"such as StepDone:step=3:{point.how}"
@@ -221,8 +223,8 @@ def fail(how: str) -> None:
         FailpointError: `how` is to raise.
         OSError: `how` is a full disk.
     """
-    if how in {"kill", "stop"}:
-        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    if how in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[how])
     elif how == "raise":
         raise FailpointError(f"raised on purpose, by {VARIABLE}")
     elif how == "disk_full":

@@ -48,7 +48,10 @@ def failing(tmp_path, monkeypatch, said):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("actor.train:explode", "expected how it fails at its end, one of kill, stop, raise, hang, slow=SECONDS, disk"),
+        (
+            "actor.train:explode",
+            "expected how it fails at its end, one of kill, term, stop, raise, hang, slow=SECONDS, disk",
+        ),
         ("actor.train", "found ''"),
         ("actor.train:slow=often", "found 'slow=often'"),
         ("actor.train:step=last:kill", "expected conditions such as step=7, found 'step=last'"),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.cluster.call import Process
+from rallypoint.cluster.capacity import Node
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import WAS_ENDED, Invocation, ProcessInfo, Pulse, WorkerProcess
@@ -198,6 +199,13 @@ class InlineRuntime:
     def open_rendezvous(self, scope: str) -> Rendezvous:
         """See `Runtime.open_rendezvous`: in memory."""
         return open_rendezvous("memory", scope)
+
+    async def give_back_places(self) -> None:
+        """See `Runtime.give_back_places`."""
+
+    async def nodes(self) -> Sequence[Node]:
+        """See `Runtime.nodes`; nobody counts cores for threads."""
+        return ()
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`; threads always fit."""

@@ -23,11 +23,14 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rallypoint.cluster.call import Process
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PlacementError
+
+if TYPE_CHECKING:
+    from rallypoint.cluster.capacity import Node
 
 ProcessT = TypeVar("ProcessT")
 
@@ -233,6 +236,14 @@ class Runtime(Protocol):
         Args:
             scope: the run's unique id.
         """
+        ...
+
+    async def give_back_places(self) -> None:
+        """Give the places of pools back that have no processes: others are asked for instead."""
+        ...
+
+    async def nodes(self) -> Sequence[Node]:
+        """Return the machines that are there, with all that they offer."""
         ...
 
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:

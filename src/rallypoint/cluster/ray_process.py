@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 100_000
 """Size from which Ray puts a value into shared memory anyway."""
+_TERMINATED = "receives a SIGTERM"
+"""Phrase with which Ray says that a process was asked to end, by whoever may."""
 _HEALTH = "health"
 """The concurrency group, a thread of its own in the worker process, that answers while a call is under way."""
 
@@ -60,6 +62,18 @@ class RayWorkerProcess(WorkerProcess):
 
 
 RayActor: Any = ray.remote(concurrency_groups={_HEALTH: 1}, max_restarts=0)(RayWorkerProcess)  # pyright: ignore[reportCallIssue]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostNode:
+    """Why a process was lost with its whole node."""
+
+    why: str
+    is_ours: bool
+    """Whether that is the node of this program, which cannot go on without it."""
+
+    def __str__(self) -> str:
+        return self.why
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,15 +113,17 @@ class RayPending:
         dead = dead or self.process
         if dead.hung is not None:
             return copy.copy(dead.hung)
-        if not dead.ended and (gone := dead.runtime.node_lost(dead.info, str(cause))) is not None:
+        gone = None if dead.ended else dead.runtime.node_lost(dead.info, str(cause))
+        if gone is not None and gone.is_ours:
             when = "" if it.step is None else f" at step {it.step}"
             return RayLostError(f"{gone}; the workers of node {dead.info.node} ended with it, during {it}{when}")
-        detail = WAS_ENDED if dead.ended else without_advice(cause)
+        detail = WAS_ENDED if dead.ended else without_advice(cause) if gone is None else str(gone)
         if dead is not self.process:
             role, rank = next(iter(dead.roles.items()), ("a process without a role,", 0))
             it = dataclasses.replace(it, role=role, rank=rank, method=f"work that {it} waits for")
         died = it.died(detail, dead.info)
         died.is_preempted = isinstance(cause, RayActorError) and cause.preempted
+        died.is_node_lost, died.is_terminated = gone is not None, _TERMINATED in detail
         return died
 
     def cancel(self) -> None:

@@ -31,7 +31,14 @@ from rallypoint.cluster.call import Process
 from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
 from rallypoint.cluster.process import ProcessInfo
-from rallypoint.cluster.ray_process import RayActor, RayProcess, forwarded_environment, on_node, without_advice
+from rallypoint.cluster.ray_process import (
+    LostNode,
+    RayActor,
+    RayProcess,
+    forwarded_environment,
+    on_node,
+    without_advice,
+)
 from rallypoint.cluster.rendezvous import LEASE_S, Rendezvous
 from rallypoint.cluster.rendezvous.ray import RayRooms
 from rallypoint.cluster.stacks import stacks_of
@@ -110,9 +117,18 @@ class RayRuntime:
         """See `Runtime.open_rendezvous`: in a named Ray actor."""
         return Rendezvous(RayRooms.open(scope, LEASE_S, self.ray_thread.ask))
 
+    async def give_back_places(self) -> None:
+        """See `Runtime.give_back_places`."""
+        for pool in [pool for pool in self._groups if pool not in self._running]:
+            await asyncio.to_thread(self._give_back, pool)
+
+    async def nodes(self) -> Sequence[Node]:
+        """See `Runtime.nodes`."""
+        return await self._asked("Ray to list its nodes", _nodes)
+
     async def reserve(self, pools: Sequence[ResourcePool]) -> None:
         """See `Runtime.reserve`."""
-        nodes = await self._asked("Ray to list its nodes", _nodes)
+        nodes = await self.nodes()
         problem = misfit(pools, nodes, grows=not self._cluster.is_local)
         if problem:
             raise PlacementError(f"{problem}\n{advice(pools, nodes, is_local=self._cluster.is_local)}")
@@ -189,10 +205,12 @@ class RayRuntime:
         """Return our error for a process that was not there yet."""
         if not isinstance(error, RayActorError) or error.actor_init_failed:
             return PlacementError(f"pool {pool.name!r}: a process ended while it started: {error}")
-        if (gone := self.node_lost(ProcessInfo("", "", 0), str(error))) is not None:
+        gone = self.node_lost(ProcessInfo("", "", 0), str(error))
+        if gone is not None and gone.is_ours:
             return RayLostError(f"{gone}; the processes of pool {pool.name!r} ended with it, while they started")
-        died = WorkerDiedError(f"pool {pool.name!r}", index, "its start", without_advice(error))
-        died.is_preempted = error.preempted
+        why = without_advice(error) if gone is None else str(gone)
+        died = WorkerDiedError(f"pool {pool.name!r}", index, "its start", why)
+        died.is_preempted, died.is_node_lost = error.preempted, gone is not None
         return died
 
     def _process(self, pool: ResourcePool, node: int) -> RayProcess:
@@ -259,15 +277,16 @@ class RayRuntime:
     async def _asked(self, what: str, question: Callable[[], AnswerT]) -> AnswerT:
         return await asyncio.to_thread(self.ray_thread.ask, what, question)
 
-    def node_lost(self, where: ProcessInfo, told: str) -> str | None:
+    def node_lost(self, where: ProcessInfo, told: str) -> LostNode | None:
         """Return the cause if a process was lost with its whole node; `told` is what Ray says about its end."""
         found = self._cluster.daemons.fault()
-        if not (found is not None and found.is_raylet) and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
+        is_ours = found is not None and found.is_raylet
+        if not is_ours and not any(sign in told for sign in _SIGNS_OF_A_LOST_NODE):
             return None
-        if self._cluster.is_local or (found is not None and where.node_id == self._here):
-            return self._cluster.daemons.why_workers_ended()
+        if is_ours or self._cluster.is_local or where.node_id == self._here:
+            return LostNode(self._cluster.daemons.why_workers_ended(), is_ours=True)
         reason = " ".join(told.split()).rpartition("is dead because ")[2]
-        return f"Ray has lost node {where.node} of the cluster: {reason}"
+        return LostNode(f"Ray has lost node {where.node} of the cluster: {reason}", is_ours=False)
 
     def _save_stacks(self, processes: Sequence[Process], file: Path) -> str:
         """Ask every node for the stacks of its processes."""

@@ -260,6 +260,16 @@ class RolesRestarted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShrunk:
+    """A pool whose nodes were lost, and that goes on with fewer processes."""
+
+    pool: str
+    was: Sequence[int]
+    """Processes per node."""
+    now: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The end of a start; a start without one was killed."""
 
@@ -288,6 +298,7 @@ Event: TypeAlias = (
     | CheckpointSaved
     | RoleLost
     | RolesRestarted
+    | PoolShrunk
     | RunEnded
 )
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rallypoint.cluster import ResourcePool, ResourcePoolManager
@@ -46,6 +48,8 @@ _OF_TYPES = {
 """Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
 _CORES_EACH, _MEMORY_EACH = 16, 128 * 2**30
 """What machines are rented with for each of their devices, or more."""
+_MOST_TRIES = 2000
+"""Ways to make pools smaller that are looked at for each number of entries."""
 _TYPE_LABEL = "ray.io/accelerator-type"
 
 
@@ -315,6 +319,42 @@ def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
         )
         for name, processes_per_node in cluster.pools.items()
     }
+
+
+def shrunk(config: RunConfig, nodes: Sequence[Node]) -> RunConfig | None:
+    """Return a config whose pools have places on these nodes: with as few entries and processes less as possible.
+
+    Roles must still divide their models as the config says, and have each at least one rank; the global batch is the
+    same. None if no such pools fit, or if those of the config do.
+    """
+    if misfit(list(resource_pools(config).values()), nodes) is None:
+        return None
+    entries = [(pool, place) for pool, counts in config.cluster.pools.items() for place in range(len(counts))]
+    for num in range(1, len(entries)):
+        ways = itertools.islice(itertools.combinations(entries, num), _MOST_TRIES)
+        for left_out in sorted(ways, key=lambda way: sum(config.cluster.pools[pool][place] for pool, place in way)):
+            pools = {
+                name: tuple(count for place, count in enumerate(counts) if (name, place) not in left_out)
+                for name, counts in config.cluster.pools.items()
+            }
+            cluster = config.cluster.model_copy(update={"pools": pools})
+            smaller = config.model_copy(update={"cluster": cluster})
+            if (
+                all(pools.values())
+                and _divides(smaller)
+                and misfit(list(resource_pools(smaller).values()), nodes) is None
+            ):
+                return smaller
+    return None
+
+
+def _divides(config: RunConfig) -> bool:
+    """Whether every role has the ranks that it asks for, and a whole number of copies of its model."""
+    return all(
+        (placement.num_ranks or 0) <= sum(config.cluster.pools[placement.pool])
+        and math.prod(config.mesh(role).values()) == config.num_ranks(role)
+        for role, placement in config.roles.items()
+    )
 
 
 def pools_of(config: RunConfig) -> ResourcePoolManager:

@@ -1,45 +1,38 @@
-"""The frame of every recipe: start, resume, start again after a loss, stop; `steps.py` does the steps between.
+"""The frame of every recipe: begin, resume, stop; `starts.py` starts its roles, and `steps.py` does the steps.
 
-Owns: what a run needs in addition to its roles, and when these are started. Must not know: which algorithm it runs; the
-recipe's own page says what a step does.
+Owns: what a run needs in addition to its roles. Must not know: which algorithm it runs; the recipe's own page says what
+a step does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.checkpoint import checkpoint_name
-from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
+from rallypoint.cluster import Runtime, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
-from rallypoint.environments.grader import Grader, open_grader
-from rallypoint.errors import DivergedError, WorkerDiedError, first_line
+from rallypoint.environments.grader import open_grader
+from rallypoint.errors import WorkerDiedError
 from rallypoint.failpoints import arming
-from rallypoint.journal import NUMBERS_OF, InputsRead, Journal, RunEnded, Said
+from rallypoint.journal import NUMBERS_OF, Journal, RunEnded, Said
 from rallypoint.prepare.machine import pools_of
 from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.interruption import Observer, acknowledged
-from rallypoint.recipes.recipe import Setup, page_of
-from rallypoint.recipes.saving import Saver, newest_state
-from rallypoint.recipes.steps import Steps
-from rallypoint.roles.placement import Placement, SharedFolder, module_of, rendezvous_of
-from rallypoint.roles.supervisor import Supervisor
+from rallypoint.recipes.starts import Starts
+from rallypoint.roles.placement import SharedFolder, module_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
-from rallypoint.run.record import Record
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
 from rallypoint.sampling.recorded import Recorded
@@ -148,7 +141,7 @@ async def _train(
         if agents is not None:
             at_end.add(agents.close)
             await agents.open()
-        roles = _Roles(
+        starts = Starts(
             beginning,
             folder,
             journal,
@@ -166,8 +159,8 @@ async def _train(
             began_s,
             SharedFolder.marked(folder.path),
         )
-        at_end.add(roles.close, after=runtime.shutdown)  # workers renew their leases there
-        return await roles.run()
+        at_end.add(starts.close, after=runtime.shutdown)  # workers renew their leases there
+        return await starts.run()
 
 
 def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Runtime:
@@ -219,82 +212,3 @@ def _mark_seen(prepared: asyncio.Task[Any]) -> None:
     """Mark an error as seen, so that asyncio does not log one that came after another."""
     if not prepared.cancelled():
         prepared.exception()
-
-
-@dataclasses.dataclass(slots=True)
-class _Roles:
-    """Starts the roles and does the steps; starts them again where a role was lost that cannot be made again alone."""
-
-    beginning: Beginning
-    folder: RunFolder
-    journal: Journal
-    progress: Progress
-    files: RolloutFiles
-    observer: Observer
-    endpoint: Endpoint | None
-    grader: Grader
-    agents: Agents | PlainEpisodes | None
-    recorded: Recorded | None
-    runtime: Runtime
-    pools: ResourcePoolManager
-    material: Material
-    recording: asyncio.Task[Record]
-    began_s: float
-    shared: SharedFolder
-    _placement: Placement | None = None
-
-    async def run(self) -> bool:
-        """Do all steps; return whether they were done."""
-        first, supervisor, steps = self.beginning.first, Supervisor(self.journal), None
-        saved = self.folder.checkpoints / checkpoint_name(first) if first else None
-        shutil.rmtree(self.folder.snapshots, ignore_errors=True)  # of a run that was killed
-        while True:
-            try:
-                steps = await self._begin(supervisor, saved)
-                return await steps.take(first)
-            except WorkerDiedError as error:
-                if error.is_final:
-                    raise
-                if steps is not None and steps.is_ending:
-                    self.journal.say(f"{first_line(error)}; what is not saved is repeated by --resume")
-                    await steps.saver.rescue()
-                    return False
-                supervisor.lost(error)
-                last = None
-            except DivergedError as error:
-                last = supervisor.diverged(error)
-            await self._end()
-            first, saved = await asyncio.to_thread(newest_state, self.folder, self.journal.say, last)
-            self.journal.append(began_of(dataclasses.replace(self.beginning, first=first), self.folder))
-
-    async def _begin(self, supervisor: Supervisor, saved: Path | None) -> Steps:
-        self.journal.say("starting the roles", level="wait")
-        config, material = self.beginning.config, self.material
-        where = rendezvous_of(config, self.runtime)
-        self._placement = Placement(
-            config, self.runtime, self.pools, material.model_path, self.shared, where, supervisor
-        )
-        setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded)
-        recipe = await page_of(config).create(setup)
-        record = await self.recording
-        self.journal.append(InputsRead(files=record.inputs))
-        saver = Saver(setup, recipe, record, self.folder, self.files)
-        if saved is not None:
-            await saver.restore(saved)
-        return Steps(setup, recipe, saver, self.endpoint, self.progress, self.observer, self.began_s)
-
-    async def _end(self) -> None:
-        """End all roles, whatever they do."""
-        if self.endpoint is not None:
-            await self.endpoint.reopen()
-        assert self._placement is not None, "it began"
-        await self._placement.close()
-        self.close()
-        self.grader = open_grader(self.beginning.config.reward, self.folder.logs / "reward.log")
-        self.began_s = time.monotonic()
-
-    def close(self) -> None:
-        """End the reward functions of the newest start, and leave no place to meet behind."""
-        self.grader.close()
-        if self._placement is not None and self._placement.rendezvous is not None:
-            self._placement.rendezvous.close()

@@ -242,6 +242,9 @@ class Placement:
                 return
             while True:
                 roles |= self._lost_with(lost)
+                is_moved = error.is_node_lost and any(len(self.pools.pool(role).sources) > 1 for role in roles)
+                if is_moved:  # ranks of pools that are taken together follow the machines
+                    raise error
                 if self._closing.is_set() or error.is_final or not roles <= self._renewable:
                     raise error
                 self.supervisor.lost(error)
@@ -271,9 +274,11 @@ class Placement:
             raise
 
     def _lost_by(self, error: WorkerDiedError) -> set[Process]:
-        """Return the process of a loss; nothing if it was replaced already."""
+        """Return the process of a loss, with all of its node if that was lost; nothing if it was replaced already."""
         processes = {process for group in self.groups.values() for process in group.processes}
-        return {process for process in processes if (process.info.pid, process.info.node) == (error.pid, error.node)}
+        lost = {process for process in processes if (process.info.pid, process.info.node) == (error.pid, error.node)}
+        nodes = {process.info.node_id for process in lost if error.is_node_lost}
+        return lost | {process for process in processes if process.info.node_id in nodes}
 
     def _lost_with(self, lost: set[Process]) -> set[RoleName]:
         """Return the roles of lost processes; add processes of ranks that are connected to one of these."""

@@ -6,6 +6,7 @@ process that died or hung is made again. An error that a worker raised is the us
 | what was lost | how often a run goes on |
 |---|---|
 | a process whose node its owner took back, with notice | always |
+| a process that was sent SIGTERM | twice in the same call, until a further step is done |
 | any other | ten times an hour; twice in the same call, until a further step is done |
 
 It also decides whether a run goes back to a checkpoint after numbers that were not finite: once.
@@ -55,8 +56,10 @@ class Supervisor:
             WorkerDiedError: the given one, if that was the same call three times, or too many were lost in an hour.
         """
         now, call = self._clock(), (error.role, error.rank, error.call)
-        if not error.is_preempted:
+        is_taken = error.is_preempted or error.is_terminated
+        if not is_taken:
             self._noticed.append(now)
+        if not error.is_preempted:
             self._calls[call] += 1
         self._away_since = now if self._away_since is None else self._away_since
         self._journal.append(RoleLost(role=error.role, rank=error.rank, step=error.step, why=first_line(error)))
@@ -66,11 +69,11 @@ class Supervisor:
             )
             error.is_final = True
             raise error
-        if not error.is_preempted and len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
+        if not is_taken and len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
             self._journal.say(f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour")
             raise error
         what = first_line(error).partition(": ")[0]  # the rest is in the event
-        why = ", as its owner took it back" if error.is_preempted else ""
+        why = ", as its owner took it back" if is_taken else ""
         self._journal.say(f"{what}{why}; it is started again")
 
     def diverged(self, error: DivergedError) -> int:

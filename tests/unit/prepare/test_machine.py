@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from rallypoint.cluster.capacity import Node
 from rallypoint.config import RoleName, load_config
 from rallypoint.errors import ConfigError
 from rallypoint.prepare.machine import (
@@ -15,6 +16,7 @@ from rallypoint.prepare.machine import (
     describe_choices,
     look_around,
     plan_on,
+    shrunk,
 )
 from rallypoint.prepare.plan import make_plan
 from rallypoint.prepare.role_memory import reserved_tokens
@@ -188,3 +190,31 @@ def test_torch_is_asked_for_the_devices_that_it_has(tmp_path, monkeypatch):
 @pytest.mark.parametrize("role", get_args(RoleName))
 def test_every_role_has_a_module_that_its_processes_import_first(role):
     assert importlib.util.find_spec(module_of(role)) is not None
+
+
+TWO = [Node("a", {"CPU": 2.0}), Node("b", {"CPU": 2.0})]
+SPLIT = "cluster.pools={main: [1], side: [2, 1, 1]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "pools"),
+    [
+        ((SPLIT, "rollout.placement.pool=side"), TWO, {"main": (1,), "side": (2, 1)}),
+        ((SPLIT, "rollout.placement.pool=side"), TWO[:1], {"main": (1,), "side": (1,)}),
+        (("cluster.pools={main: [2, 2]}",), TWO, None),  # they fit: others are in the way
+        (("cluster.pools={main: [2, 2]}",), TWO[:1], {"main": (2,)}),
+        (("cluster.pools={main: [2, 2]}", "actor.mesh.dp_shard=2"), TWO[:1], {"main": (2,)}),
+        (("cluster.pools={main: [2, 2]}", "actor.mesh.dp_shard=4"), TWO[:1], None),
+        (("cluster.pools={main: [2]}",), [Node("a", {"CPU": 1.0})], None),
+        (("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side"), [Node("a", {"CPU": 1.0})], None),
+        (("cluster.pools={main: [1, 1]}", "reference.placement.num_ranks=2"), TWO[:1], None),
+    ],
+)
+def test_pools_whose_nodes_are_gone_shrink_as_little_as_they_must_if_roles_can_still_be_divided(
+    overrides, nodes, pools
+):
+    config = load_config("digits", ["cluster.address=auto", "rollout.weights=auto", *overrides]).config
+    smaller = shrunk(config, nodes)
+    assert (smaller and smaller.cluster.pools) == pools
+    if smaller:
+        assert smaller.rollout.num_prompts == config.rollout.num_prompts

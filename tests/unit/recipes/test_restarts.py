@@ -7,10 +7,11 @@ import types
 import pytest
 
 from rallypoint import checkpoint
+from rallypoint.cluster.capacity import Node
 from rallypoint.config import load_config
-from rallypoint.errors import DivergedError, WorkerDiedError
-from rallypoint.journal import Journal, RoleLost, RunBegan, Said, read_journal
-from rallypoint.recipes.loop import _Roles
+from rallypoint.errors import DivergedError, NoPlaceError, WorkerDiedError
+from rallypoint.journal import Journal, PoolShrunk, RoleLost, RunBegan, Said, read_journal
+from rallypoint.recipes.starts import Starts
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.resume import Beginning
 
@@ -21,7 +22,7 @@ def died(call="train", *, is_final=False):
     return error
 
 
-class Played(_Roles):
+class Played(Starts):
     """Starts and steps that end as they are told to: with an error, or with whether all is done."""
 
     def tell(self, *ends, is_ending=False):
@@ -31,6 +32,8 @@ class Played(_Roles):
         self.begun.append(saved and saved.name)
         if isinstance(self.ends[0], str):  # at the start
             raise died(self.ends.pop(0))
+        if isinstance(self.ends[0], NoPlaceError):
+            raise self.ends.pop(0)
 
         async def take(first):
             end = self.ends.pop(0)
@@ -52,10 +55,10 @@ def roles(tmp_path):
     """Return a function that makes them."""
     with contextlib.ExitStack() as stack:
 
-        def make(*ends, is_ending=False):
+        def make(*ends, is_ending=False, overrides=()):
             run = RunFolder(tmp_path)
             journal = stack.enter_context(Journal(run.journal))
-            played = Played(Beginning(0, load_config("digits").config), run, journal, *[None] * 13)
+            played = Played(Beginning(0, load_config("digits", overrides).config), run, journal, *[None] * 13)
             played.tell(*ends, is_ending=is_ending)
             return played
 
@@ -127,3 +130,37 @@ def test_steps_that_are_not_finite_go_back_before_them_once_and_end_the_run_the_
         "step 6: a loss was not finite, for the 3rd time in a row; the run goes back to the newest checkpoint up to "
         "step 3, once: what follows from data and weights alone comes again, and ends it then"
     ]
+
+
+NO_PLACE = NoPlaceError("gave up after cluster.placement_timeout_s=9: waiting for a place for pool 'side'\nmissing ...")
+TWO_POOLS = ("cluster.pools={main: [1], side: [1, 1]}", "rollout.placement.pool=side")
+
+
+def played_on(roles, nodes, *ends):
+    async def there():
+        return nodes
+
+    played = roles(*ends, overrides=TWO_POOLS)
+    played.runtime = types.SimpleNamespace(nodes=there)
+    return played
+
+
+def test_a_run_whose_nodes_do_not_come_back_goes_on_with_fewer_processes_and_the_journal_says_so(roles):
+    played = played_on(roles, [Node("a", {"CPU": 2.0})], died(), NO_PLACE, True)
+    assert asyncio.run(played.run())
+    assert events(played, PoolShrunk) == [PoolShrunk(pool="side", was=[1, 1], now=[1])]
+    layouts = [one.config["cluster.pools"]["side"] for one in events(played, RunBegan)]
+    assert [list(layout) for layout in layouts] == [[1, 1], [1]]
+    last = events(played, Said)[-1].text
+    assert last == (
+        "gave up after cluster.placement_timeout_s=9: waiting for a place for pool 'side'; pool 'side' goes on with "
+        "[1] of [1, 1] processes"
+    )
+
+
+def test_a_run_that_never_had_a_place_or_cannot_do_with_less_says_that_it_has_none(roles):
+    for nodes, ends in (([Node("a", {"CPU": 2.0})], (NO_PLACE,)), ([Node("a", {"CPU": 1.0})], (died(), NO_PLACE))):
+        played = played_on(roles, nodes, *ends)
+        with pytest.raises(NoPlaceError):
+            asyncio.run(played.run())
+        assert not events(played, PoolShrunk)

@@ -14,9 +14,9 @@ from rallypoint.roles.placement import Placement, SharedFolder
 from rallypoint.roles.supervisor import Supervisor
 
 
-def death(step, rank=0, *, is_preempted=False):
+def death(step, rank=0, *, is_preempted=False, is_terminated=False):
     died = WorkerDiedError("rollout", rank, "advance", "it was killed", step=step, pid=7, node="n")
-    died.is_preempted = is_preempted
+    died.is_preempted, died.is_terminated = is_preempted, is_terminated
     return died
 
 
@@ -53,6 +53,8 @@ LOSSES = {
     "the eleventh within an hour": (TEN, death(1, 10)),
     "ten within an hour, and ten more": ([*TEN, 3601.0, *TEN], None),
     "taken back, as often as it is": ([death(3, is_preempted=True)] * 40, None),
+    "asked to end does not count": ([death(3, rank, is_terminated=True) for rank in range(30)] + TEN, None),
+    "asked to end in one call for the third time": ([death(3, is_terminated=True)] * 2, death(3, is_terminated=True)),
     "taken back does not count": ([death(3, is_preempted=True)] * 10 + TEN, None),
 }  # fmt: skip
 
@@ -76,6 +78,7 @@ def test_a_run_goes_on_after_losses_within_its_budget(tmp_path, name):
         *_, lost, said = events(tmp_path)
         assert isinstance(lost, RoleLost), "the last one is recorded, too"
         assert said.text.startswith("the run ends: ")
+        assert last.is_final == ("third time" in said.text)
 
 
 class Score:
@@ -192,3 +195,30 @@ def test_the_end_of_all_groups_waits_for_no_role_that_is_being_made_again(tmp_pa
 
     error, raised = asyncio.run(scenario())
     assert raised == [error, error]
+
+
+def test_all_processes_of_a_node_that_was_lost_are_one_loss_and_are_made_again_together(tmp_path):
+    pools = "cluster.pools={main: [1], side: [1, 1]}"
+    config = load_config("digits", [pools, "rollout.placement.pool=side", "reference.placement.pool=side"]).config
+
+    async def scenario():
+        runtime = InlineRuntime(log_folder=tmp_path)
+        supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
+        shared = SharedFolder.marked(tmp_path)
+        placement = Placement(config, runtime, pools_of(config), "", shared, None, supervisor)
+        try:
+            rollout, reference = [await placement.group(role, Score) for role in ("rollout", "reference")]
+            before = rollout.processes
+            for pid, process in enumerate(before):
+                process.info = process.info.__class__("gone" if pid else "here", f"id of {pid}", pid)
+            error = WorkerDiedError("rollout", 1, "score", "its node was lost", pid=1, node="gone")
+            error.is_node_lost = True
+            await placement.restore(error)
+            assert [process.ended for process in before] == [True, True], "the reference has ranks on both nodes"
+            assert rollout.processes == reference.processes
+            return await rollout.call(Score.rank), await reference.call(Score.rank)
+        finally:
+            await runtime.shutdown()
+
+    assert asyncio.run(scenario()) == (0, 0)
+    assert len([event for event in events(tmp_path) if isinstance(event, RoleLost)]) == 1
