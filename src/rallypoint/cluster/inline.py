@@ -193,6 +193,9 @@ class InlineRuntime:
     def hurry(self) -> None:
         """See `Runtime.hurry`; nothing here waits for anybody else's processes."""
 
+    def tell_deaths(self, died: Callable[[WorkerDiedError], None]) -> None:
+        """See `Runtime.tell_deaths`; threads die in calls only."""
+
     def keep_places(self) -> None:
         """See `Runtime.keep_places`; threads have none."""
 

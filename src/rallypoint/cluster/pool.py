@@ -22,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rallypoint.cluster.call import Process
 from rallypoint.cluster.rendezvous import Rendezvous
-from rallypoint.errors import PlacementError
+from rallypoint.errors import PlacementError, WorkerDiedError
 
 if TYPE_CHECKING:
     from rallypoint.cluster.capacity import Node
@@ -224,6 +224,10 @@ class Runtime(Protocol):
 
     def hurry(self) -> None:
         """Wait only seconds for what does not answer: the user wants the end. Safe in signal handlers."""
+        ...
+
+    def tell_deaths(self, died: Callable[[WorkerDiedError], None]) -> None:
+        """Have a function called, from any thread, with the end of a process that no call has noticed; once or more."""
         ...
 
     def keep_places(self) -> None:

@@ -82,7 +82,8 @@ class RayPending:
 
     invocation: Invocation
     process: RayProcess
-    handle: ray.ObjectRef
+    handle: Any
+    """The reference to its result; None of a call that was never made."""
     _future: Future[Any] | None = None
 
     def future(self) -> Future[Any]:

@@ -30,10 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rallypoint.cluster.call import Process
 from rallypoint.cluster.capacity import Node, advice, amounts_text, misfit, table
 from rallypoint.cluster.pool import Placed, Pool, ResourcePool
-from rallypoint.cluster.process import ProcessInfo
+from rallypoint.cluster.process import Invocation, ProcessInfo
 from rallypoint.cluster.ray_process import (
     LostNode,
     RayActor,
+    RayPending,
     RayProcess,
     forwarded_environment,
     on_node,
@@ -82,6 +83,7 @@ class RayRuntime:
         self._voice_every_s = voice_every_s
         self._forwarded_environment = {} if cluster.is_local else forwarded_environment(os.environ)
         self._keeps_places = False
+        self._tell_death: Callable[[WorkerDiedError], None] = lambda _: None
         self._here = ray.get_runtime_context().get_node_id()
         self._groups: dict[ResourcePool, PlacementGroup] = {}
         self._pools: dict[ResourcePool, asyncio.Task[list[RayProcess]]] = {}
@@ -96,6 +98,7 @@ class RayRuntime:
             folder=log_folder,
             ground=self.ray_thread.look,
             say=say,
+            died=self._died,
         )
         self.watch = Watchdog(detector)
         """Looks after the calls of all processes."""
@@ -108,6 +111,20 @@ class RayRuntime:
     def hurry(self) -> None:
         """See `Runtime.hurry`."""
         self.ray_thread.hurry()
+
+    def tell_deaths(self, died: Callable[[WorkerDiedError], None]) -> None:
+        """See `Runtime.tell_deaths`."""
+        self._tell_death = died
+
+    def _died(self, process: Process, error: BaseException) -> None:
+        """Pass the end of a process on, unless it was intended or ends the run anyway."""
+        if isinstance(process, RayProcess) and isinstance(error, RayActorError) and not process.ended:
+            role, rank = next(iter(process.roles.items()), ("", 0))
+            death = RayPending(Invocation(0, role, rank, "waiting for calls", answers=False), process, None).error(
+                error
+            )
+            if role and isinstance(death, WorkerDiedError):
+                self._tell_death(death)
 
     def keep_places(self) -> None:
         """See `Runtime.keep_places`."""

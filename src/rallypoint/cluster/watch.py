@@ -7,8 +7,9 @@ for, every process is asked for its pulse, which a thread of its own answers at 
 - it executes a call that made no progress (began, ended, or ticked) until its deadline, or one whose result such a
   call waits for.
 
-Before that, the stacks of all processes are saved, because the one that hangs is often waiting for another. Time during
-which the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody. If Ray itself is lost, all
+Before that, the stacks of all processes are saved, because the one that hangs is often waiting for another. A process
+that has died while nobody waits for it is told of, so that another one starts before it is needed. Time during which
+the driver itself stood still (Ctrl-Z, a laptop that sleeps) is held against nobody. If Ray itself is lost, all
 calls end with that.
 
 Consumes: calls that are waited for. Waits for: nothing longer than a beat. Unblocked by: `add`, `stop`.
@@ -74,6 +75,7 @@ class HangDetector:
         folder: Path,
         ground: Callable[[], RallyError | None] = lambda: None,
         say: Callable[[str], None] = print,
+        died: Callable[[Process, BaseException], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin without calls.
@@ -85,9 +87,10 @@ class HangDetector:
             folder: where stacks are saved.
             ground: returns why no process can go on, or None; called once per beat.
             say: called, from any thread, with each line that a worker has said.
+            died: called, from any thread, with a process that gives no answer and owes nobody one, and why; each beat.
             clock: seconds that never go back.
         """
-        self._say = say
+        self._say, self._died = say, died
         self.beat_s = min(_BEAT_S, silence_s / 3)
         self._hosts, self._silence_s, self._save_stacks = processes, silence_s, save_stacks
         self._folder, self._ground, self._clock = folder, ground, clock
@@ -129,6 +132,9 @@ class HangDetector:
             health = self._health[process] = known.get(process) or _Health(self._asked(process), now)
             if process in known and health.asked.done():
                 health.hear()
+                is_owing = any(one.process is process for call in calls for one in call.pending)
+                if not is_owing and (error := health.asked.exception()) is not None:
+                    self._died(process, error)
                 health.asked, health.asked_at = self._asked(process), now
         hung = [process for process, health in self._health.items() if now - health.asked_at > self._silence_s]
         if hung:

@@ -194,6 +194,21 @@ class Placement:
     _restores: set[asyncio.Task[None]] = dataclasses.field(default_factory=set[asyncio.Task[None]])
     _closing: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell(death: WorkerDiedError) -> None:
+            with contextlib.suppress(RuntimeError):  # the run has ended
+                loop.call_soon_threadsafe(self._restore_early, death)
+
+        self.runtime.tell_deaths(tell)
+
+    def _restore_early(self, death: WorkerDiedError) -> None:
+        """Make roles again before they are called, if none of them trains; otherwise the next call says so."""
+        if not self._restores and not self._closing.is_set():
+            restore = asyncio.create_task(self.restore(death))
+            restore.add_done_callback(lambda done: done.cancelled() or done.exception())
+
     async def group(
         self, role: RoleName, kind: Callable[Concatenate[WorkerContext, WorkerSpec, ...], WorkerT], *args: Any
     ) -> WorkerGroup[WorkerT]:

@@ -37,11 +37,14 @@ class FakeProcess:
         self.notes = []
         self.killed, self.num_asked, self.owes = None, 0, []
         self.dies_after_s = 0.0
+        self.gone = None
 
     def pulse(self):
         self.num_asked += 1
         answer = Future()
-        if not self.stopped:
+        if self.gone is not None:
+            answer.set_exception(self.gone)
+        elif not self.stopped:
             answer.set_result(Pulse(self.progress, self.executing, tuple(self.notes)))
             self.notes = []
         return answer

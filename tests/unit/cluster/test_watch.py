@@ -25,7 +25,7 @@ class Ward:
 
     def __init__(self, stage, folder, processes, silence_s=10.0):
         self.processes, self.clock, self.saved, self.told = processes, Clock(), [], []
-        self.lost = None
+        self.lost, self.deaths = None, []
         self.detector = HangDetector(
             processes=lambda: [process for process in self.processes if process.killed is None],
             silence_s=silence_s,
@@ -33,6 +33,7 @@ class Ward:
             folder=folder,
             ground=lambda: self.lost,
             say=self.told.append,
+            died=lambda process, error: self.deaths.append((process.info.pid, error)),
             clock=self.clock,
         )
         for process in processes:
@@ -352,3 +353,18 @@ def test_what_workers_say_is_told_with_the_next_pulse(ward, stage):
     it.processes[0].notes = ["waiting for a server"]
     it.pass_s(3)
     assert it.told == ["waiting for a server"]
+
+
+def test_a_process_that_died_while_nobody_waits_for_it_is_told_of_and_one_that_is_waited_for_fails_by_its_call(
+    ward, stage
+):
+    it = ward(1, 2, 3)
+    it.wait_for(stage.call(it.processes[:2]))
+    it.pass_s(2)
+    assert it.deaths == []
+    for process in it.processes[1:]:
+        process.gone = RuntimeError(f"{process.info.pid} is dead")
+    it.pass_s(2)
+    assert {pid for pid, _ in it.deaths} == {3}
+    assert str(it.deaths[0][1]) == "3 is dead"
+    assert killed(it.processes) == []

@@ -222,3 +222,35 @@ def test_all_processes_of_a_node_that_was_lost_are_one_loss_and_are_made_again_t
 
     assert asyncio.run(scenario()) == (0, 0)
     assert len([event for event in events(tmp_path) if isinstance(event, RoleLost)]) == 1
+
+
+@pytest.mark.parametrize("role", ["rollout", "actor"])
+def test_a_process_that_died_idle_is_replaced_before_it_is_needed_unless_it_trains(tmp_path, role):
+    pools = "cluster.pools={main: [1], side: [1]}"
+    config = load_config("digits", [pools, "rollout.placement.pool=side"]).config
+
+    class Telling(InlineRuntime):
+        def tell_deaths(self, died):
+            self.tell = died
+
+    async def scenario():
+        runtime = Telling(log_folder=tmp_path)
+        supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
+        shared = SharedFolder.marked(tmp_path)
+        placement = Placement(config, runtime, pools_of(config), "", shared, None, supervisor)
+        try:
+            group = await placement.group(role, Score)
+            lost = group.processes[0]
+            lost.info = lost.info.__class__("gone", "gone", 1)
+            for _ in range(2):  # it is told again and again
+                death = WorkerDiedError(role, 0, "waiting for calls", "it was killed", pid=1, node="gone")
+                await asyncio.to_thread(runtime.tell, death)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            return lost.ended, await group.call(Score.rank)
+        finally:
+            await runtime.shutdown()
+
+    assert asyncio.run(scenario()) == (role == "rollout", 0)
+    losses = [event for event in events(tmp_path) if isinstance(event, RoleLost)]
+    assert [event.role for event in losses] == (["rollout"] if role == "rollout" else [])
