@@ -22,6 +22,7 @@ import dataclasses
 import errno
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -40,7 +41,7 @@ HOW = {
     "raise": "an error",
     "hang": "does not go on",
     "slow=SECONDS": "goes on after that time",
-    "disk_full": "the system's error for a full disk",
+    "disk_full": "an event is not written, or no file grows during the call",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 _OF_CALLS = ("step", "rank")
@@ -214,6 +215,25 @@ def _problem(
 def _refuse(problems: Iterator[str]) -> None:
     if found := tuple(f"{VARIABLE}={problem}" for problem in problems):
         raise ConfigError(found)
+
+
+@contextlib.contextmanager
+def failing(how: str) -> Iterator[None]:
+    """Fail in this process, at the beginning of the block; while a disk is full, all of the block meets that.
+
+    Raises:
+        FailpointError: `how` is to raise.
+    """
+    if how != "disk_full":
+        fail(how)
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file of this process can grow
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def fail(how: str) -> None:

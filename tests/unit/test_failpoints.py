@@ -11,6 +11,7 @@ from rallypoint.cluster.pool import ResourcePool
 from rallypoint.cluster.process import Invocation
 from rallypoint.errors import ConfigError, FailpointError, WorkerError
 from rallypoint.failpoints import NOTED, VARIABLE, Failpoints, arming, parse
+from rallypoint.failpoints import failing as failing_call
 from rallypoint.journal import NUMBERS_OF, Journal, Said, StepDone, read_journal
 
 
@@ -138,3 +139,14 @@ def test_a_worker_fails_when_its_call_begins_and_a_method_that_it_has_not_is_ref
             await runtime.shutdown()
 
     asyncio.run(main())
+
+
+def test_all_of_a_call_meets_a_full_disk_so_that_what_is_tolerated_is_tolerated(tmp_path):
+    tolerated = False
+    with failing_call("disk_full"):
+        try:
+            (tmp_path / "file").write_bytes(bytes(10))
+        except OSError:
+            tolerated = True
+    assert tolerated
+    (tmp_path / "file").write_bytes(bytes(10))

@@ -159,7 +159,7 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
     """Do drills, and print a line for each.
 
     Returns:
-        Whether all of them ended with the weights of an untouched run.
+        Whether all of them ended with the weights of an untouched run, and nothing of it took longer than promised.
 
     Raises:
         ConfigError: there is no drill of such a name, or no place for the table in the file.
@@ -180,28 +180,32 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
     with Drills(folder).on_one_ray(drills) as doing:
         for drill in drills:
             outcomes.append(one := doing.do(drill))
-            verdict = one.problem or f"equal, {one.went_on}"
+            verdict = one.problem or f"equal, {one.went_on}" + f", but {one.late}" * bool(one.late)
             line = f"{drill.name:44} noticed {_seconds(one.noticed_s):>6}  back {_seconds(one.back_s):>6}  {verdict}"
             console.print(line, markup=False, soft_wrap=True)
             if write is not None:
                 text = Path(write).read_text()
-                Path(write).write_text(_TABLE.sub(lambda _: _as_markdown(outcomes), text))
-    failed = [one for one in outcomes if one.problem]
-    console.print(f"{len(outcomes) - len(failed)} of {counted(len(outcomes), 'drill')} ended with equal weights")
+                Path(write).write_text(_TABLE.sub(lambda found: _with_row(found[0], one), text))
+    failed, num_late = [one for one in outcomes if one.problem], sum(bool(one.late) for one in outcomes)
+    late = f"; {num_late} took longer than promised" * bool(num_late)
+    console.print(f"{len(outcomes) - len(failed)} of {counted(len(outcomes), 'drill')} ended with equal weights{late}")
     if failed:
         console.print(f"their runs are in {folder}", markup=False, soft_wrap=True)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    return not failed
+    return not failed and not num_late
 
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def _as_markdown(outcomes: Sequence[Outcome]) -> str:
-    rows = [
-        f"| `{one.drill.name}` | {_seconds(one.noticed_s)} | {_seconds(one.back_s)} | {one.problem or one.went_on} |"
-        for one in outcomes
-    ]
-    return "\n".join(["| drill | noticed | back | went on |", "|---|---|---|---|", *rows, ""])
+def _with_row(table: str, one: Outcome) -> str:
+    """Put the outcome of a drill into a table, at its place or in place of an earlier outcome."""
+    from rallypoint.recipes.drills import table as all_drills
+
+    rows = {row.split("`")[1]: row for row in table.splitlines() if row.startswith("| `")}
+    verdict = one.problem or one.went_on + f", {one.late}" * bool(one.late)
+    rows[one.drill.name] = f"| `{one.drill.name}` | {_seconds(one.noticed_s)} | {_seconds(one.back_s)} | {verdict} |"
+    kept = [rows[drill.name] for drill in all_drills() if drill.name in rows]
+    return "\n".join(["| drill | noticed | back | went on |", "|---|---|---|---|", *kept, ""])

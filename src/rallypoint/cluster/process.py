@@ -283,7 +283,8 @@ class WorkerProcess:
                 self._running, self._thread = invocation, threading.get_ident()
             self._tick()
             if invocation.fails:
-                failpoints.fail(invocation.fails)
+                with failpoints.failing(invocation.fails):
+                    return work()
             return work()
         except (_CancelledError, SystemExit):  # a worker that ends its process may do so
             raise

@@ -21,11 +21,21 @@ from typing import Self
 
 from rallypoint import checkpoint
 from rallypoint.display import Silent
-from rallypoint.errors import ConfigError, RallyError, first_line
+from rallypoint.errors import RallyError, RunFolderError, first_line
 from rallypoint.failpoints import NOTED, VARIABLE
 from rallypoint.journal import RoleLost, RolesRestarted, RolesStarted, read_journal
 from rallypoint.prepare.preflight import load_checked
-from rallypoint.recipes.drills import DAMAGES, REWARD, REWARDS, RUNS, SIGNALS, TINY, Drill
+from rallypoint.recipes.drills import (
+    BACK_WITHIN_S,
+    DAMAGES,
+    HANGS_S,
+    REWARD,
+    REWARDS,
+    RUNS,
+    SIGNALS,
+    TINY,
+    Drill,
+)
 from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.loop import train
 from rallypoint.run.comparison import compare_runs
@@ -47,6 +57,15 @@ class Outcome:
     """How it went on: `by itself`, `--resume`."""
     problem: str = ""
     """Why it failed; empty if the weights are equal."""
+
+    @property
+    def late(self) -> str:
+        """What took longer than is promised, of a run that goes on by itself."""
+        noticed_s, back_s = self.noticed_s or 0.0, self.back_s or 0.0
+        most_s = self.drill.noticed_within_s
+        late = [f"noticed after more than {most_s:g} s"] * (noticed_s > most_s)
+        late += [f"back after more than {BACK_WITHIN_S:g} s"] * (back_s > BACK_WITHIN_S)
+        return " and ".join(late) if self.drill.num_lost else ""
 
 
 def _train(run: RunFolder, overrides: Sequence[str], *, resume: bool) -> str:
@@ -142,7 +161,7 @@ class Drills:
         runtime = "ray" if drill.on_ray else "inline"
         overrides = self._overrides(drill.run, run, f"cluster.runtime={runtime}", how=REWARDS.get(drill.deed, "raises"))
         if drill.how == "hang":
-            overrides += ["cluster.call_timeout_s=8"]
+            overrides.append(f"cluster.call_timeout_s={HANGS_S:g}")
         at_s, why, problem = self._first(drill, run, overrides)
         return self._judged(drill, run, twin, at_s, why, problem)
 
@@ -198,9 +217,18 @@ class Drills:
         back_s = sum(back) if back else started[0] - ended_s if why and started else None
         if drill.alone and why:
             problem = f"it did not go on by itself: {why}"
+        elif drill.alone and len(lost) != drill.num_lost:
+            problem = f"expected {drill.num_lost} losses, found {[entry.event.why for entry in lost]}"
         else:
-            problem = _difference(run, twin or self._repeated(run))
+            problem = self._unlike(run, twin)
         return Outcome(drill, noticed_s, back_s, went_on, problem)
+
+    def _unlike(self, run: RunFolder, twin: RunFolder | None) -> str:
+        """Say where a run parts from its twin, or from the run that repeats its journal; empty if it does not."""
+        try:
+            return _difference(run, twin or self._repeated(run))
+        except RallyError as error:
+            return first_line(error)
 
     def _twin(self, name: str) -> RunFolder:
         if name not in self._twins:
@@ -214,7 +242,7 @@ class Drills:
     def _untouched(self, run: str, name: str, *more: str) -> RunFolder:
         folder = RunFolder(self.folder / name)
         if why := _train(folder, self._overrides(run, folder, "cluster.runtime=inline", *more), resume=False):
-            raise ConfigError((f"the untouched run of {run!r} did not end: {why}",))
+            raise RunFolderError(f"{folder.path}: the untouched run of {run!r} did not end: {why}")
         return folder
 
     def _overrides(self, name: str, run: RunFolder, *more: str, how: str = "raises") -> list[str]:

@@ -32,6 +32,11 @@ TINY = (
     "validation.every_steps=4",
     "cluster={heartbeat_timeout_s: 10, call_timeout_s: 45}",
 )
+HANGS_S, _SILENCE_S, _LATE_S = 8.0, 10.0, 5.0
+"""Deadline of calls in drills that hang, seconds without a sign of life, and how much later either may be noticed."""
+BACK_WITHIN_S = 15.0
+"""Seconds within which a run is to be at work again after it has noticed a loss, by itself."""
+_LOSES = frozenset({"kill", "term", "stop", "hang"})
 _APART = ("cluster.pools={main: [1], side: [1]}", "rollout.placement.pool=side")
 RUNS: Mapping[str, tuple[str, ...]] = {
     "one": ("cluster.pools={main: [1]}",),
@@ -106,18 +111,27 @@ class Drill:
     @property
     def alone(self) -> bool:
         """Whether the run must go on by itself; otherwise it may end, and `--resume` goes on."""
-        is_lost = self.of_role and self.how in {"kill", "stop", "hang"} and "__init__" not in self.fails
-        return is_lost or self.how == "slow" or self.deed in REWARDS
+        return self.num_lost > 0 or self.how in {"slow", "disk_full"} or self.deed in REWARDS
+
+    @property
+    def num_lost(self) -> int:
+        """Processes of roles that are lost in it, of which the run hears."""
+        return int(self.of_role and self.how in _LOSES)
+
+    @property
+    def noticed_within_s(self) -> float:
+        """Seconds within which a loss is to be noticed: at once, or that after the deadline of what hangs or stops."""
+        return {"hang": HANGS_S + _LATE_S, "stop": _SILENCE_S + _LATE_S}.get(self.how, 1.0)
 
     @property
     def on_ray(self) -> bool:
         """Whether roles must have processes of their own."""
-        return (self.of_role and self.how in {"kill", "stop", "hang"}) or self.deed in _OF_RAY
+        return self.num_lost > 0 or self.deed in _OF_RAY
 
     @property
     def in_child(self) -> bool:
         """Whether it needs a driver that may be killed."""
-        return bool(self.deed in SIGNALS or self.deed in DAMAGES or (not self.of_role and self.how in {"kill", "stop"}))
+        return bool(self.deed in SIGNALS or self.deed in DAMAGES or (not self.of_role and self.how in _LOSES))
 
 
 def _calls(run: str, calls: Sequence[str], conditions: Sequence[str], how: str) -> Iterator[Drill]:
@@ -153,6 +167,7 @@ def table() -> list[Drill]:
         *_calls("split", (*_STEP, *_STREAM), ("step=3",), "stop"),
         *_calls("split", (*_STEP, *_STREAM), ("step=2",), "hang"),
         *_calls("split", (*_STEP, *_STREAM), ("step=2",), "slow=1"),
+        *_calls("split", ("actor.train", "rollout.advance"), ("step=3",), "term"),
         *_calls("split", _BETWEEN, ("n=1", "n=2"), "kill"),
         *_calls("split", ("rollout.advance",), ("n=3", "n=6"), "kill"),
         *_calls("split", ("actor.__init__", "rollout.__init__"), ("",), "kill"),
@@ -230,9 +245,10 @@ def _signal(number: signal.Signals, program: str = "") -> Callable[[int, RunFold
 
     def send(driver: int, run: RunFolder) -> str:
         del run
-        for pid in [pid for pid, name in children_of(driver) if name.startswith(program)] if program else [driver]:
+        found = [pid for pid, name in children_of(driver) if name.startswith(program)] if program else [driver]
+        for pid in found:
             os.kill(pid, number)
-        return ""
+        return "" if found else f"the driver has no {program} that could be killed"
 
     return send
 
