@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self
 
 from rallypoint.cluster import ray_probe, reaper
 from rallypoint.cluster.capacity import num_cores
-from rallypoint.cluster.ray_daemons import RayDaemons, environment, process_as_found
+from rallypoint.cluster.ray_daemons import RayDaemons, environment, process_as_found, speak_for_ray
 from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import ClusterError
@@ -130,7 +130,7 @@ class RayCluster:
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
         own = _OwnCluster(log_folder, say, silence_s)
-        _speak_for_ray(say)
+        speak_for_ray(say)
         try:
             with _ray_environment(own.environment):
                 context: Any = ray.init(
@@ -184,7 +184,7 @@ class RayCluster:
         _check_that_ray_is_free()
         token = _token_environment()
         address = _ask(address, token, say, timeout_s)
-        _speak_for_ray(say)
+        speak_for_ray(say)
         try:
             with _ray_environment({**token, **_GCS_PATIENCE}):
                 ray.init(
@@ -241,19 +241,22 @@ class _OwnCluster:
         self._say = say
         base = tempfile.gettempdir()
         self.folder = Path(base if len(base + _SOCKETS) <= _MAX_SOCKET_PATH else "/tmp") / f"rally-{mark}"
+        self.logs = log_folder.absolute() / "ray"
+        self._start_reaper(mark, silence_s)  # first: a kill leaves nothing behind
         self.folder.mkdir(mode=0o700)
         self.ray_folder = self.folder / "ray"  # Ray lets everybody write to its folder; nobody else reaches it in ours
         self.token = self.folder / "token"
         self.token.touch(mode=0o600)
         self.token.write_text(secrets.token_hex(32))
         self.environment = {**_OF_OUR_CLUSTERS, **_READ_AT_IMPORT, reaper.MARK: mark} | _token_in(self.token)
-        self.logs = log_folder.absolute() / "ray"
         self.logs.parent.mkdir(parents=True, exist_ok=True)
         if self.logs.is_symlink():
             self.logs.unlink()
         elif self.logs.exists():
             shutil.rmtree(self.logs)
         self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
+
+    def _start_reaper(self, mark: str, silence_s: float) -> None:
         page = reaper.open_page()
         self._page = None if page is None else mmap.mmap(page, reaper.PAGE_BYTES)
         guard = [] if page is None else [str(page), f"{_REAPER_PATIENCE * silence_s:g}"]
@@ -382,17 +385,3 @@ def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: flo
     if "problem" in answer:
         raise ClusterError(answer["problem"])
     return answer["address"]
-
-
-class _Voice(logging.Handler):
-    def __init__(self, say: Say) -> None:
-        super().__init__(logging.ERROR)
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._say(f"Ray: {record.getMessage()}")
-
-
-def _speak_for_ray(say: Say) -> None:
-    """Print Ray's errors as lines of ours, which do not tear up the screen."""
-    logging.getLogger("ray").handlers = [_Voice(say)]

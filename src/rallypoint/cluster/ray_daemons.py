@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import select
@@ -18,7 +19,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,17 @@ def _set(variables: Mapping[str, str | None]) -> None:
     for name in variables:
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in variables.items() if value is not None})
+
+
+class _Voice(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"Ray: {record.getMessage()}")
+
+
+def speak_for_ray(say: Callable[[str], None]) -> None:
+    """Print Ray's errors as lines of ours, which do not tear up the screen."""
+    logging.getLogger("ray").handlers = [_Voice(say)]

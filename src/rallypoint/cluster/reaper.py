@@ -37,6 +37,10 @@ LOOK_S = 5.0
 _ROUNDS = 3
 """A process started by another one just before that died is found in the next round."""
 
+_GRACE_AFTER_DEATH_S, _PAUSE_S, _MOST_S = 0.5, 0.3, 8.0
+"""After a driver's death: seconds that processes may take to end, between two looks for more, and for all of it. Ray's
+agents do not end with their parent, and wait a minute for a GCS that is gone."""
+
 
 def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s: str = "") -> None:
     """Wait for the driver's end, end what it left, and put the logs where users look for them.
@@ -53,12 +57,14 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the driver; this process has work to do after it
     guard = Guard(driver, int(busy), float(limit_s)) if busy else None
-    while not _has_ended(driver, guard):
+    while (end := _end_of(driver, guard)) == "hangs":
         _say_there(driver, "does not come back from Ray, whose processes are ended now; its interpreter is held")
         # What they kept it waiting for fails with them, or ends the driver from Ray's C++.
         end_processes(mark, folder=folder, driver=driver)
         guard = None
-    num_ended = end_processes(mark, folder=folder, driver=driver)
+    is_dead = end == "died"
+    grace_s = _GRACE_AFTER_DEATH_S if is_dead else GRACE_S
+    num_ended = end_processes(mark, grace_s, folder=folder, driver=driver, until_quiet=is_dead)
     tidy(folder, logs)
     if num_ended and os.path.isdir(logs):
         with contextlib.suppress(OSError), open(os.path.join(logs, "reaper.log"), "a", encoding="utf-8") as file:
@@ -113,10 +119,10 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _has_ended(driver: int, guard: Guard | None) -> bool:
+def _end_of(driver: int, guard: Guard | None) -> str:
     """Sleep until the driver says, by a byte on standard input, that it has shut Ray down, or until it dies.
 
-    Returns False if it has done neither, but its guard says that it is lost.
+    Returns "told" or "died", or "hangs" if it has done neither, but its guard says that it is lost.
 
     Where there are pidfds, a closed pipe is not enough: a driver that ends without a message has Ray's own clean-up
     still to come, and a process that it forked may hold the pipe open after the driver's death.
@@ -128,33 +134,41 @@ def _has_ended(driver: int, guard: Guard | None) -> bool:
         try:
             watched.register(os.pidfd_open(driver), select.POLLIN)
         except ProcessLookupError:
-            return True
+            return "died"
         if os.getppid() != driver:  # it died before, and the number may be somebody else's by now
-            return True
+            return "died"
     while True:
         events = dict(watched.poll(LOOK_S * 1000 if guard else None))
         if not events:
             if guard is not None and guard.is_lost():
-                return False
-        elif pipe in events and not os.read(pipe, 1) and sys.platform == "linux":
-            watched.unregister(pipe)
+                return "hangs"
+        elif pipe not in events or sys.platform != "linux":
+            return "died" if pipe not in events else "told"
+        elif os.read(pipe, 1):
+            return "told"
         else:
-            return True
+            watched.unregister(pipe)
 
 
-def end_processes(mark: str, grace_s: float = GRACE_S, *, folder: str = "", driver: int = 0) -> int:
+def end_processes(
+    mark: str, grace_s: float = GRACE_S, *, folder: str = "", driver: int = 0, until_quiet: bool = False
+) -> int:
     """End every process that has the mark in its environment or writes logs of the folder; say how many there were.
 
     They get SIGTERM, and SIGKILL if they are still there after `grace_s`. Signals go through pidfds, opened before
-    the environment is read, so that no other process is hit by a number that was used again.
+    the environment is read, so that no other process is hit by a number that was used again. `until_quiet` looks on
+    until nothing was found three times in a row: what dies suddenly leaves processes that are only just starting.
     """
     if sys.platform != "linux":
         return 0
-    num_ended = 0
-    for _ in range(_ROUNDS):
+    num_ended, num_rounds, num_quiet, until = 0, 0, 0, time.monotonic() + _MOST_S
+    while num_quiet < _ROUNDS and (time.monotonic() < until if until_quiet else num_rounds < _ROUNDS):
         processes = _of_cluster(f"{MARK}={mark}".encode(), folder, driver)
+        num_rounds, num_quiet = num_rounds + 1, 0 if processes else num_quiet + 1
         if not processes:
-            break
+            if not until_quiet:
+                break
+            time.sleep(_PAUSE_S)
         num_ended += len(processes)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in processes:
@@ -187,6 +201,7 @@ def _of_cluster(entry: bytes, folder: str, driver: int) -> list[int]:
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 is_found = entry in file.read().split(b"\0") or _writes_logs(folder, name, driver)
+            is_found = is_found or _is_given(folder, name)
         except OSError:  # ended meanwhile, or another user's
             is_found = False
         if is_found:
@@ -210,6 +225,12 @@ def _writes_logs(folder: str, process: str, driver: int) -> bool:
             if path.startswith(inside) and not path.endswith(of_driver) and _is_to_write(process, number):
                 return True
     return False
+
+
+def _is_given(folder: str, process: str) -> bool:
+    """Whether an option in a process's command line is in the folder, as of Ray's; a reader of its logs has none."""
+    with open(f"/proc/{process}/cmdline", "rb") as file:
+        return bool(folder) and f"={os.path.realpath(folder)}{os.sep}".encode() in file.read()
 
 
 def _is_to_write(process: str, number: str) -> bool:

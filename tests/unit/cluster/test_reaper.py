@@ -33,6 +33,42 @@ def test_a_process_that_wrote_over_its_environment_is_known_by_its_logs_and_a_re
             process.wait()
 
 
+def test_a_process_that_was_given_the_folder_is_found_and_who_reads_its_logs_is_not(tmp_path):
+    folder = tmp_path / "rally-1"
+    folder.mkdir()
+    agent = subprocess.Popen([sys.executable, "-c", SILENT, f"--log-dir={folder}/ray/logs"])
+    reader = subprocess.Popen([sys.executable, "-c", SILENT, f"{folder}/ray/logs/raylet.out"])
+    try:
+        assert reaper.num_left("no such mark", str(folder)) == 1
+        assert reaper.end_processes("no such mark", grace_s=5, folder=str(folder)) == 1
+        assert agent.wait(10) == -signal.SIGTERM
+        assert reader.poll() is None
+    finally:
+        for process in (agent, reader):
+            process.kill()
+            process.wait()
+
+
+LATE = """
+import os, subprocess, sys, time
+for _ in range(3):  # each is started when the one before is gone, as by a raylet that was killed just then
+    time.sleep(0.05)
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    subprocess.Popen([sys.executable, "-c", code], env={**os.environ, sys.argv[1]: sys.argv[2]}).wait()
+"""
+
+
+def test_after_a_sudden_death_what_starts_late_and_ignores_sigterm_is_ended_too():
+    late = subprocess.Popen([sys.executable, "-c", LATE, reaper.MARK, "of the test"])
+    try:
+        assert reaper.end_processes("of the test", grace_s=0.1, until_quiet=True) == 3
+        assert late.wait(30) == 0
+        assert reaper.num_left("of the test", "") == 0
+    finally:
+        late.kill()
+        late.wait()
+
+
 @pytest.fixture
 def left(tmp_path):
     """The private folder of a cluster, and the link to its logs in a run's folder."""
