@@ -46,6 +46,7 @@ def open_runtime(
     placement_timeout_s: float = 300.0,
     silence_s: float = 60.0,
     preload: Sequence[str] = (),
+    forks: bool = False,
     say: Callable[[str], None] = print,
 ) -> Runtime:
     """Start the runtime of that kind.
@@ -59,6 +60,8 @@ def open_runtime(
         placement_timeout_s: how long a pool may wait for its place.
         silence_s: how long a process may give no sign of life during a call, and Ray no answer.
         preload: modules that every process imports as soon as it has started.
+        forks: whether processes of a cluster that is started are forks of one that has imported these; not with GPUs,
+            whose drivers do not survive a fork.
         say: called with one line about every wait.
 
     Raises:
@@ -76,7 +79,11 @@ def open_runtime(
         ) from None
     if address is None:
         cluster = RayCluster.start_local(
-            log_folder=log_folder, object_store_gib=object_store_gib, say=say, silence_s=silence_s
+            log_folder=log_folder,
+            object_store_gib=object_store_gib,
+            say=say,
+            silence_s=silence_s,
+            imported=preload if forks else (),
         )
     else:
         cluster = RayCluster.join(address, namespace=namespace, say=say, silence_s=silence_s)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import json
 import logging
 import mmap
 import os
@@ -22,16 +21,15 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rallypoint.cluster import ray_probe, reaper
+from rallypoint.cluster import ray_probe, reaper, warm
 from rallypoint.cluster.capacity import num_cores
 from rallypoint.cluster.ray_daemons import RayDaemons, environment, process_as_found, speak_for_ray
 from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
-from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import ClusterError
 
 _READ_AT_IMPORT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
@@ -73,7 +71,7 @@ _MAX_SOCKET_PATH = 103
 """Characters in the path of a Unix socket, on the system that allows fewest."""
 
 _SOCKETS = "/rally-0123456789ab/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-_VOICE_EVERY_S, _LEAVE_TIMEOUT_S, _END_TIMEOUT_S = 10.0, 20.0, 20.0
+_LEAVE_TIMEOUT_S, _END_TIMEOUT_S = 20.0, 20.0
 _REAPER_PATIENCE = 12.0
 """How many limits the reaper waits: longer than `RayThread`, which acts first if it can run."""
 
@@ -111,7 +109,15 @@ class RayCluster:
         return self._own is not None
 
     @classmethod
-    def start_local(cls, *, log_folder: Path, object_store_gib: float, say: Say, silence_s: float = 60.0) -> Self:
+    def start_local(
+        cls,
+        *,
+        log_folder: Path,
+        object_store_gib: float,
+        say: Say,
+        silence_s: float = 60.0,
+        imported: Sequence[str] = (),
+    ) -> Self:
         """Start a cluster on this machine that nobody else can use, and that ends with this process, however it ends.
 
         Call it from the main thread: Linux ends Ray's processes together with the thread that started them.
@@ -121,6 +127,7 @@ class RayCluster:
             object_store_gib: shared memory for data between processes.
             say: called, from any thread, with one line about everything that a user should know.
             silence_s: how long Ray may leave a question unanswered.
+            imported: modules that workers need: they are forks of a process that has imported them; empty for none.
 
         Raises:
             ClusterError: Ray does not start, or would not keep to itself.
@@ -130,6 +137,7 @@ class RayCluster:
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
         own = _OwnCluster(log_folder, say, silence_s)
+        python = own.python(imported)
         speak_for_ray(say)
         try:
             with _ray_environment(own.environment):
@@ -141,6 +149,7 @@ class RayCluster:
                     object_store_memory=int(object_store_gib * 2**30),
                     log_to_driver=False,
                     logging_level=logging.ERROR,
+                    runtime_env={"py_executable": python} if python else None,
                     _temp_dir=str(own.ray_folder),
                     _system_config=dict(_HEALTH),  # Ray adds this session's folders to it
                 )
@@ -156,9 +165,13 @@ class RayCluster:
 
     @classmethod
     @contextlib.contextmanager
-    def keep(cls, *, log_folder: Path, object_store_gib: float, say: Say) -> Iterator[None]:
+    def keep(
+        cls, *, log_folder: Path, object_store_gib: float, say: Say, imported: Sequence[str] = ()
+    ) -> Iterator[None]:
         """Give all runs inside the block one local cluster, which takes seconds to start; see `start_local`."""
-        RayCluster.kept = kept = cls.start_local(log_folder=log_folder, object_store_gib=object_store_gib, say=say)
+        RayCluster.kept = kept = cls.start_local(
+            log_folder=log_folder, object_store_gib=object_store_gib, say=say, imported=imported
+        )
         try:
             yield
         finally:
@@ -183,7 +196,7 @@ class RayCluster:
         """
         _check_that_ray_is_free()
         token = _token_environment()
-        address = _ask(address, token, say, timeout_s)
+        address = ray_probe.ask(address, {**_READ_AT_IMPORT, **token}, say, timeout_s)
         speak_for_ray(say)
         try:
             with _ray_environment({**token, **_GCS_PATIENCE}):
@@ -238,7 +251,7 @@ class _OwnCluster:
     def __init__(self, log_folder: Path, say: Say, silence_s: float) -> None:
         mark = secrets.token_hex(6)
         self.name = f"rallypoint-{mark}"
-        self._say = say
+        self._say, self._forks = say, contextlib.ExitStack()
         base = tempfile.gettempdir()
         self.folder = Path(base if len(base + _SOCKETS) <= _MAX_SOCKET_PATH else "/tmp") / f"rally-{mark}"
         self.logs = log_folder.absolute() / "ray"
@@ -255,6 +268,16 @@ class _OwnCluster:
         elif self.logs.exists():
             shutil.rmtree(self.logs)
         self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
+
+    def python(self, modules: Sequence[str]) -> str | None:
+        """Return what starts a worker in place of Python: a fork of a process that has imported modules."""
+        path = os.environ.get(warm.SOCKET)
+        if path is None:
+            if not modules or sys.platform != "linux":
+                return None
+            path = str(self.folder / "warm")
+            self._forks.enter_context(warm.forks(path, modules, {**os.environ, reaper.MARK: self.folder.name[6:]}))
+        return warm.executable(path)
 
     def _start_reaper(self, mark: str, silence_s: float) -> None:
         page = reaper.open_page()
@@ -281,6 +304,7 @@ class _OwnCluster:
 
     def end(self) -> None:
         """Let the reaper end what Ray left, and keep the logs."""
+        self._forks.close()
         try:
             self._reaper.communicate(b"\n", timeout=_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -348,40 +372,3 @@ def _token_environment() -> dict[str, str | None]:
             "put the cluster's token there, or into RAY_AUTH_TOKEN"
         )
     return {}
-
-
-def _ask(address: str, token: Mapping[str, str | None], say: Say, timeout_s: float) -> str:
-    """Probe the cluster in a child process, and return its address; the wait has a deadline."""
-    with environment({**_READ_AT_IMPORT, **token}):
-        probe = subprocess.Popen(
-            [sys.executable, "-P", ray_probe.__file__, address],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    waiting = Wait(
-        f"the Ray cluster at {address} to answer", timeout_s, say, every_s=min(_VOICE_EVERY_S, timeout_s / 3)
-    )
-    while True:
-        try:
-            said, complaints = probe.communicate(timeout=waiting.pause_s)
-            break
-        except subprocess.TimeoutExpired:
-            waiting.look()
-            if waiting.is_over:
-                probe.kill()
-                probe.communicate()
-                raise ClusterError(
-                    f"the Ray cluster at {address} has not answered for {waiting.waited_s:.0f} s: it is frozen, "
-                    "or the port is somebody else's (the one that ray start names is right)"
-                ) from None
-            waiting.say_if_due()
-    try:
-        answer = json.loads(said.splitlines()[-1])
-    except (IndexError, ValueError):
-        ending = "\n".join(complaints.splitlines()[-20:])
-        raise ClusterError(f"asking the Ray cluster at {address} failed:\n{ending}") from None
-    if "problem" in answer:
-        raise ClusterError(answer["problem"])
-    return answer["address"]

@@ -13,15 +13,67 @@ import json
 import os
 import platform
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-_REACH_TIMEOUT_S = 5.0
+from rallypoint.cluster.waiting import Wait
+from rallypoint.errors import ClusterError
+
+_REACH_TIMEOUT_S, _VOICE_EVERY_S = 5.0, 10.0
 
 
 class ProblemError(Exception):
     """The cluster cannot be joined; the text says why and what to do."""
+
+
+def ask(address: str, variables: Mapping[str, str | None], say: Callable[[str], None], timeout_s: float) -> str:
+    """Probe a cluster in a child process, and return its address.
+
+    Args:
+        address: host:port, or "auto".
+        variables: of the environment of the child, beside those of this process; None for those that it has not.
+        say: called with a line about the wait.
+        timeout_s: how long the cluster may take.
+
+    Raises:
+        ClusterError: it cannot be joined, or does not answer in time.
+    """
+    own = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    probe = subprocess.Popen(
+        [sys.executable, "-P", __file__, address],
+        env=own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    waiting = Wait(
+        f"the Ray cluster at {address} to answer", timeout_s, say, every_s=min(_VOICE_EVERY_S, timeout_s / 3)
+    )
+    while True:
+        try:
+            said, complaints = probe.communicate(timeout=waiting.pause_s)
+            break
+        except subprocess.TimeoutExpired:
+            waiting.look()
+            if waiting.is_over:
+                probe.kill()
+                probe.communicate()
+                raise ClusterError(
+                    f"the Ray cluster at {address} has not answered for {waiting.waited_s:.0f} s: it is frozen, "
+                    "or the port is somebody else's (the one that ray start names is right)"
+                ) from None
+            waiting.say_if_due()
+    try:
+        answer = json.loads(said.splitlines()[-1])
+    except (IndexError, ValueError):
+        ending = "\n".join(complaints.splitlines()[-20:])
+        raise ClusterError(f"asking the Ray cluster at {address} failed:\n{ending}") from None
+    if "problem" in answer:
+        raise ClusterError(answer["problem"])
+    return answer["address"]
 
 
 class Versions(NamedTuple):

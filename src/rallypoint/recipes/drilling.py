@@ -38,6 +38,7 @@ from rallypoint.recipes.drills import (
 )
 from rallypoint.recipes.interruption import Observer
 from rallypoint.recipes.loop import train
+from rallypoint.roles.placement import module_of
 from rallypoint.run.comparison import compare_runs
 from rallypoint.run.folder import RunFolder, create_run, open_run
 
@@ -150,7 +151,9 @@ class Drills:
             if any(drill.on_ray and not drill.in_child for drill in drills):
                 from rallypoint.cluster.ray_cluster import RayCluster  # which not everybody has
 
-                stack.enter_context(RayCluster.keep(log_folder=self.folder, object_store_gib=0.5, say=print))
+                roles = tuple(map(module_of, ("actor", "reward")))
+                keep = RayCluster.keep(log_folder=self.folder, object_store_gib=0.5, say=print, imported=roles)
+                stack.enter_context(keep)
             yield self
 
     def do(self, drill: Drill) -> Outcome:

@@ -173,6 +173,7 @@ def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], Non
         placement_timeout_s=config.cluster.placement_timeout_s,
         silence_s=config.cluster.heartbeat_timeout_s,
         preload=tuple(map(module_of, config.roles)),
+        forks=config.cluster.device == "cpu",
         say=say,
     )
 
