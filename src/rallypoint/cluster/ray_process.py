@@ -82,13 +82,14 @@ class RayPending:
 
     invocation: Invocation
     process: RayProcess
-    handle: Any
+    handle: ray.ObjectRef | None
     """The reference to its result; None of a call that was never made."""
     _future: Future[Any] | None = None
 
     def future(self) -> Future[Any]:
         """See `Pending.future`."""
         if self._future is None:
+            assert self.handle is not None, "the call was made"
             self._future = self.handle.future()
         return self._future
 

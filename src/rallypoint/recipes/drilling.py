@@ -210,18 +210,18 @@ class Drills:
         if problem or resumed:
             return Outcome(drill, None, None, "", problem or f"it does not go on: {resumed}")
         entries = list(read_journal(run.journal))
-        lost = [entry for entry in entries if isinstance(entry.event, RoleLost)]
+        lost = [(entry.time_s, entry.event.why) for entry in entries if isinstance(entry.event, RoleLost)]
         back = [entry.event.seconds for entry in entries if isinstance(entry.event, RolesRestarted)]
         started = [
             entry.time_s for entry in entries if isinstance(entry.event, RolesStarted) and entry.time_s > ended_s
         ]
         went_on = "--resume" if why else "by itself"
-        noticed_s = lost[0].time_s - at_s if lost else ended_s - at_s if why and at_s else None
+        noticed_s = lost[0][0] - at_s if lost else ended_s - at_s if why and at_s else None
         back_s = sum(back) if back else started[0] - ended_s if why and started else None
         if drill.alone and why:
             problem = f"it did not go on by itself: {why}"
         elif drill.alone and len(lost) != drill.num_lost:
-            problem = f"expected {drill.num_lost} losses, found {[entry.event.why for entry in lost]}"
+            problem = f"expected {drill.num_lost} losses, found {[why for _, why in lost]}"
         else:
             problem = self._unlike(run, twin)
         return Outcome(drill, noticed_s, back_s, went_on, problem)
