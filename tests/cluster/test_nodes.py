@@ -265,6 +265,33 @@ def test_a_process_that_is_stopped_on_another_node_is_found_and_ended_there(node
     assert not Path(f"/proc/{pids[1]}").exists()
 
 
+def test_a_run_that_starts_again_keeps_its_places_until_it_asks_for_others(nodes, run, tmp_path):
+    runtime = RayRuntime(
+        Joined(nodes.cluster), log_folder=tmp_path, placement_timeout_s=60, silence_s=60, preload=(), say=print
+    )
+    pool = ResourcePool([1, 1], num_cpus=0.1, name="kept")
+
+    async def pids():
+        group = await WorkerGroup.create(Layout("actor", await runtime.processes(pool)), Worker)
+        found = await group.call(Worker.pid)
+        await group.shutdown()
+        return found
+
+    async def scenario():
+        runtime.keep_places()
+        first = await pids()
+        kept = nodes.open_groups()
+        again = await pids()
+        await runtime.give_back_places()
+        return first, kept, again
+
+    first, kept, again = run(scenario())
+    runtime.watch.stop()
+    assert kept == ["CREATED"]
+    assert not set(first) & set(again), "they are other processes in the same places"
+    assert nodes.open_groups() == []
+
+
 def test_the_cluster_is_left_as_it_was_found(nodes, run):
     """The last one: everything of the tests before has been given back."""
 

@@ -138,6 +138,18 @@ def test_a_scheduler_s_end_saves_like_ctrl_c(runs):
     assert saved_all(runs.folder / "stopped")
 
 
+@pytest.mark.parametrize("moment", ["starting inline", "starting the roles"])
+def test_a_scheduler_s_end_while_a_run_starts_ends_it_in_order_and_it_goes_on_later(runs, moment):
+    process = runs.start("train", "digits", *runs.overrides("early", "trainer.num_steps=2", *INLINE))
+    before = wait_for("early", moment, process)
+    process.send_signal(signal.SIGTERM)
+    printed = before + process.communicate(timeout=180)[0]
+    assert process.returncode == 130, printed
+    assert "interrupted: what was started is ended" in printed
+    assert "Traceback" not in printed
+    assert runs.resume("early").state().step == 2
+
+
 def test_a_terminal_that_is_closed_saves_like_ctrl_c_though_nothing_can_be_written_to_it(runs):
     ours, theirs = os.openpty()
     overrides = runs.overrides("closed", "trainer.num_steps=400", *INLINE)

@@ -114,3 +114,12 @@ def test_a_rank_that_samples_is_killed_while_it_samples_and_while_it_is_publishe
     assert [(one.role, one.step) for one in losses[::2]] == [("rollout", 2), ("rollout", 3), ("rollout", None)]
     assert [one.first for one in losses[1::2]] == [None] * 3, "no step is done again"
     assert [list(one.processes) for one in losses[1::2]] == [["rollout"]] * 3
+
+
+def test_a_rank_that_is_killed_while_it_samples_gives_the_same_bits_where_logits_depend_on_the_batch(runs, weights_of):
+    inexact = (*LONG, *APART[:2], "rollout.exact=false", "trainer.num_steps=3")
+    whole = runs.run("whole", *inexact, "cluster.runtime=inline")
+    run, losses = run_killed(runs, "killed", *inexact, plan=[("rollout", 0, sampling(2))])
+    assert weights_of(run) == weights_of(whole)
+    assert [type(one) for one in losses] == [RoleLost, RolesRestarted]
+    assert losses[1].first is None
