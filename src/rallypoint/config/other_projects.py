@@ -61,7 +61,10 @@ class Verl(_Read):
 
 
 class Trl(_Read):
-    """What TRL's classes have where nothing is given, and what its commands and arguments say of the class."""
+    """What TRL's classes have where nothing is given, and what its commands and arguments say of the class.
+
+    Also which arguments may be given by their places, and what those of its trainers are in `rally.train`.
+    """
 
     classes: Words
     commands: Words
@@ -73,6 +76,9 @@ class Trl(_Read):
     defaults_peft: Values
     defaults_vllm: Values
     defaults_length: Values
+    positional: Mapping[str, tuple[str, ...]]
+    renamed: Words
+    arguments: Words
 
 
 class OtherProjects(_Read):

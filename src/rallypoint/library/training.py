@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, cast
 from rich.console import Console
 
 from rallypoint.config import RECIPES, TrainerConfig, declare, read
+from rallypoint.config.other_projects import other_projects
 from rallypoint.display import Progress, Silent
 from rallypoint.display.notebook import NotebookPanel, find_notebook
 from rallypoint.errors import ConfigError, ModelError, RallyError
@@ -71,25 +72,6 @@ _OFTEN = {
     "runs_dir": "trainer.runs_dir",
 }
 """Short name -> key; `seed` is its own."""
-_OF_TRL = {
-    "reward_funcs": "it is reward= here: a function, or a list or dict of several",
-    "train_dataset": "it is data= here: rows, files or a name on the hub",
-    "eval_dataset": "it is validation= here: rows, files or a name on the hub",
-    "learning_rate": "it is lr= here",
-    "max_steps": "it is num_steps= here",
-    "num_generations": "it is group_size= here",
-    "max_completion_length": "it is max_response_tokens= here",
-    "args": "keys are arguments here, or config={'rollout.top_p': 0.9}; rally config --from-trl 'GRPOConfig(...)' "
-    "translates those of TRL",
-    "peft_config": "it is config={'model.lora': {'rank': 16, 'alpha': 32}} here",
-    "processing_class": "a tokenizer goes with its model: model=(model, tokenizer)",
-    "tokenizer": "a tokenizer goes with its model: model=(model, tokenizer)",
-    "ref_model": "the reference is the model that the run begins with",
-    "reward_processing_classes": "a reward model is config={'reward.path': folder} here, and has its own tokenizer",
-    "output_dir": "it is runs_dir=, and name= of the run in it",
-    "run_name": "it is name= here",
-}
-"""Arguments of TRL's trainers, and what they are here."""
 
 
 def train(
@@ -131,7 +113,8 @@ def train(
     Raises:
         RallyError: a wrong config, data, model or reward, before anything is started; or what ended the run.
     """
-    if wrong := [f"{name}: {_OF_TRL[name]}" for name in often if name in _OF_TRL]:
+    of_trl = other_projects().trl.arguments
+    if wrong := [f"{name}: {of_trl[name]}" for name in often if name in of_trl]:
         raise ConfigError(tuple(wrong))
     short = {_OFTEN.get(name, name): value for name, value in often.items()}
     keys: dict[str, object] = {**(config or {}), **{key: value for key, value in short.items() if value is not None}}

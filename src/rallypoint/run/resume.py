@@ -29,7 +29,7 @@ from rallypoint.run.record import Inputs, Record, made_inputs
 from rallypoint.run.waste import sampled_again
 
 _RULES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("resume.yaml").read_text(encoding="utf-8"))
-_SAME: Mapping[str, str] = _RULES["refused"]
+_SAME: dict[str, str] = _RULES["refused"]
 """Key, or section -> why it cannot change in the middle of a run."""
 _ROUNDING, _FREE = tuple[str, ...](_RULES["rounding"]), tuple[str, ...](_RULES["free"])
 

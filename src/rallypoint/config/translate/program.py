@@ -25,6 +25,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from rallypoint.config.other_projects import other_projects
+
 _MOST = 64
 """Largest exponent of a power that is computed."""
 _PARSERS = ("TrlParser", "HfArgumentParser")
@@ -67,19 +69,6 @@ _BUILTINS: dict[str, Callable[..., object]] = {
     "os.path.join": os.path.join,
     "Path": str,
 }
-_POSITIONAL: dict[str, tuple[str, ...]] = {
-    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
-    "RLOOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
-    "SFTTrainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
-    "DPOTrainer": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset"),
-    "RewardTrainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
-    "GKDTrainer": ("model", "teacher_model", "args", "data_collator", "train_dataset", "eval_dataset"),
-    "PPOTrainer": ("args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
-    "LoraConfig": ("task_type",),
-    "from_pretrained": ("path",),
-    "load_dataset": ("path", "name"),
-}
-"""Names of arguments that may be given by their places."""
 _SAME_DATA = ("shuffle", "with_format", "to_iterable_dataset")
 """Methods of a data set whose result has the same rows."""
 
@@ -320,7 +309,7 @@ class _Scope:
         is_kept = name.endswith(("Config", "Trainer")) or name in {"from_pretrained", "load_dataset", "ArgumentParser"}
         if not is_kept:
             raise LookupError(name)
-        places = _POSITIONAL.get(name, ("output_dir",) if name.endswith("Config") else ())
+        places = other_projects().trl.positional.get(name, ("output_dir",) if name.endswith("Config") else ())
         given: dict[str, object] = {}
         for place, one in enumerate(node.args):
             given[places[place] if place < len(places) else f"argument {place + 1}"] = self.value(one)

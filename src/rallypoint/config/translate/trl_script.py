@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from rallypoint.config.other_projects import other_projects
 from rallypoint.config.translate.program import Made, Program, read_program, unknown_in
 from rallypoint.config.translate.reading import PEFT, Keys
 from rallypoint.errors import ConfigError
@@ -24,12 +25,6 @@ _REWARDS = (
 )
 _FILES = ("json", "csv", "parquet", "text", "arrow")
 """What `load_dataset` calls formats of files."""
-_RENAMED = {
-    "dtype": "torch_dtype",
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-}
-"""Arguments of models and adapters, and what they are called among those of its commands."""
 _IDLE = ("processing_class", "tokenizer", "model", "args", "peft_config", "train_dataset", "eval_dataset")
 _SAYS_NOTHING = {"task_type": None, "bias": "none", "inference_mode": False, "use_cache": None, "device_map": None}
 """Arguments of adapters and models that need no key, with the only value that does not; None: with any."""
@@ -118,7 +113,7 @@ def _take(script: Script, name: str, value: object, section: str) -> None:
     if any(unknown_in(value)):
         script.lost[f"{section}{name}={_written(value)}"] = LOST
     else:
-        script.keys[_RENAMED.get(name, name)] = (
+        script.keys[other_projects().trl.renamed.get(name, name)] = (
             list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
         )
 
