@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import re
 from pathlib import Path
@@ -348,3 +349,30 @@ def test_the_class_of_the_docs_trains_in_messages_with_a_reward_for_each_turn(tm
     for row in rows:
         assert any(row["loss_mask"])
         assert len(row["token_rewards"]) == len(row["response_ids"])
+
+
+class Walk:
+    """A walk on three places, which it names; a right digit is a step, and the third place is the goal."""
+
+    max_tokens = 2
+
+    def reset(self, example):
+        self.state, self.digit = 0, str(example.ground_truth)
+        return [{"role": "user", "content": str(self.state)}]
+
+    def step(self, message):
+        self.state += self.digit in message["content"]
+        return [{"role": "user", "content": str(self.state)}], float(self.state == 2), self.state == 2
+
+
+def test_turns_that_begin_in_the_same_state_are_compared_by_gigpo_and_computed_again_by_a_replay(train, tmp_path):
+    run_with, _ = train
+    config = {"advantage.name": "gigpo", "advantage.normalize_std": True, "checkpoint.every_steps": 1}
+    (tmp_path / "walk.py").write_text(inspect.getsource(Walk))
+    run = run_with(episode=f"{tmp_path / 'walk.py'}:Walk", reward=None, config=config | {"reward.function": None})
+    rows = run.rollouts(2)
+    assert any(sum(state is not None for state in row["turn_states"]) for row in rows)
+    states = {state for row in rows for state, mine in zip(row["turn_states"], row["loss_mask"], strict=True) if mine}
+    assert 1 <= len(states) <= 2
+    said = CliRunner().invoke(app, ["replay", str(run.folder), "--step", "2"])
+    assert said.exit_code == 0, said.output

@@ -12,6 +12,7 @@ from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_token_advantages,
     group_relative_turn_advantages,
+    step_group_advantages,
     turn_gae_advantages,
     turn_returns,
     whiten,
@@ -20,7 +21,8 @@ from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
 from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
 from rallypoint.algorithms.distillation import DistillationLoss, LossStreams
-from rallypoint.algorithms.estimators import ADVANTAGES, GAE, Advantage
+from rallypoint.algorithms.estimators import ADVANTAGES, GAE
+from rallypoint.algorithms.group_relative import Advantage
 from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ActorLoss,
@@ -86,6 +88,7 @@ __all__ = [
     "policy_loss",
     "rows_that_learn",
     "rows_with_signal",
+    "step_group_advantages",
     "tensors_of",
     "turn_gae_advantages",
     "turn_returns",

@@ -203,6 +203,57 @@ def group_relative_turn_advantages(
     )
 
 
+def step_group_advantages(
+    token_rewards: Float[Tensor, " T"],
+    turn_states: Int[Tensor, " T"],
+    loss_mask: Bool[Tensor, " T"],
+    offsets: Int[Tensor, " B1"],
+    groups: Int[Tensor, " B"],
+    *,
+    normalize_std: bool,
+    discount: float,
+) -> Float[Tensor, " T"]:
+    """Return how much better each turn went on than the group's other turns that began in the same state.
+
+        advantages[k] = (returns[k] - mean) / std     over all turns of the group's rollouts that began in that state
+
+    with the returns of `turn_returns`: the step-level advantages of GiGPO (arXiv 2505.10978, section 4.3). Turns of one
+    rollout that came to a state twice are compared, too. A turn whose state no other one had, and turns whose returns
+    differ by rounding alone, get exactly 0.
+
+    Both rollouts of a group begin in state 7; the first one comes back to it:
+
+    >>> step_group_advantages(
+    ...     token_rewards=torch.tensor([0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.0]),
+    ...     turn_states=torch.tensor([7, 0, 7, 0, 7, 0, 8]),
+    ...     loss_mask=torch.tensor([True, False, True, False, True, False, True]),
+    ...     offsets=torch.tensor([0, 3, 7]),
+    ...     groups=torch.tensor([4, 4]),
+    ...     normalize_std=False,
+    ...     discount=0.5,
+    ... ).tolist()
+    [-0.3333333432674408, 0.0, 0.6666666865348816, 0.0, -0.3333333432674408, 0.0, 0.0]
+
+    Args:
+        token_rewards: [T] the reward that arrives with each token.
+        turn_states: [T] int64 the state in which the turn of each token began; that of its first token counts.
+        loss_mask: [T] True at trained tokens.
+        offsets: [B+1] where rows begin and end.
+        groups: [B] int64 which prompt.
+        normalize_std: divide by the standard deviation.
+        discount: of the rewards of later turns, gamma in the paper.
+    """
+    turns = Turns.of(loss_mask, offsets)
+    returns, sizes = (
+        sums_to_row_end(turns.sums(x), turns.rows, decay=discount) for x in (token_rewards, token_rewards.abs())
+    )
+    (state, num_states), (group, _) = numbered(turn_states[turns.positions][turns.firsts]), numbered(groups)
+    same_state = state + num_states * group[turns.rows]
+    return turns.spread(
+        normalized_in_groups(returns, same_state, normalize_std=normalize_std, sizes=sizes), token_rewards
+    )
+
+
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Return x with mean 0 and (population) standard deviation 1 over the mask, and 0 elsewhere.
 

@@ -21,7 +21,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,48 +34,18 @@ from rallypoint.algorithms._rows import (
     group_sums,
     normalized_in_groups,
     put_back,
-    row_sums,
     sums_to_row_end,
     trained_tokens,
 )
 from rallypoint.algorithms.advantages import (
     gae_advantages,
-    group_relative_token_advantages,
-    group_relative_turn_advantages,
     turn_gae_advantages,
     turn_returns,
     whiten,
 )
+from rallypoint.algorithms.group_relative import GRPO, Advantage, DrGRPO, GiGPO, TurnGRPO
 from rallypoint.algorithms.rewards import Rewards
 from rallypoint.errors import RewardError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advantage(abc.ABC):
-    """An estimator with its parameters."""
-
-    whiten: bool
-    """Scale the result to mean 0 and standard deviation 1 over the trained tokens of the step."""
-
-    compares_group: ClassVar[bool] = True
-    """Whether it compares the rollouts of a prompt, and so is 0 for a rollout that is alone."""
-
-    @abc.abstractmethod
-    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
-        """Return the advantage of each token before whitening, 0 where none is trained."""
-
-    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
-        """Return which rows are of a prompt whose rollouts differ in what is compared, before any penalty.
-
-        Dynamic sampling replaces the others, and a mask leaves them out. An estimator that compares something else than
-        scores says so here.
-        """
-        return rewards.differ
-
-    def __call__(self, rewards: Rewards) -> Float[Tensor, " T"]:
-        """Return the advantage of each token, 0 where none is trained."""
-        advantages = self.estimate(rewards)
-        return whiten(advantages, rewards.loss_mask) if self.whiten else advantages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,88 +110,6 @@ class ReinforcePlusPlus(Advantage):
         positions, rows = trained_tokens(rewards.loss_mask, rewards.offsets)
         to_go = sums_to_row_end(rewards.token_rewards[positions], rows, decay=self.discount)
         return put_back(to_go, positions, rewards.token_rewards)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupRelative(Advantage):
-    """Rewards of a row, or of its parts, against those of the group.
-
-    A KL penalty in the reward enters scores and baselines. The standard deviation of a group whose rewards are
-    all equal would then be that of the penalties alone, and dividing by it would blow up what the coefficient
-    made small. Such a group is centred and not divided.
-    """
-
-    @abc.abstractmethod
-    def divides(self) -> bool:
-        """Say whether it divides by the deviation of the group."""
-
-    @abc.abstractmethod
-    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
-        """Return advantages whose parts of rows are compared, [T]; None if rows are compared as wholes."""
-
-    def estimate(self, rewards: Rewards) -> Float[Tensor, " T"]:
-        """See `Advantage.estimate`."""
-        advantages = self.of_parts(rewards, rewards.token_rewards, divides=self.divides())
-        if advantages is None:
-            return rewards.spread(rewards.centred(normalize_std=self.divides()))
-        alone = None if rewards.penalty is None else self.of_parts(rewards, -rewards.penalty, divides=False)
-        return advantages if alone is None else torch.where(self.signal(rewards)[rewards.rows], advantages, alone)
-
-    def signal(self, rewards: Rewards) -> Bool[Tensor, " B"]:
-        """See `Advantage.signal`; under process supervision the rewards of tokens, or of turns, are compared."""
-        earned = self.of_parts(rewards, rewards.earned, divides=False)
-        if earned is None:
-            return rewards.differ
-        num_differing = row_sums((earned != 0).double(), rewards.rows, len(rewards.groups))
-        return group_sums(num_differing, rewards.groups) > 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GRPO(GroupRelative):
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300)."""
-
-    token_discount: float | None
-    """None gives all tokens the advantage of the score; a number gives each what follows (process supervision)."""
-
-    def divides(self) -> bool:
-        """See `GroupRelative.divides`."""
-        return True
-
-    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
-        """See `GroupRelative.of_parts`."""
-        if self.token_discount is None:
-            return None
-        where = rewards.loss_mask, rewards.offsets, rewards.groups
-        discount = self.token_discount
-        return group_relative_token_advantages(token_rewards, *where, normalize_std=divides, discount=discount)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DrGRPO(GRPO):
-    """Dr. GRPO (arXiv 2503.20783): GRPO without the division, which favours prompts that are easy or hard."""
-
-    def divides(self) -> bool:
-        """See `GroupRelative.divides`."""
-        return False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TurnGRPO(GroupRelative):
-    """GRPO of turns: each against those of the same place, by the rewards from it to the row's end."""
-
-    discount: float
-    """Discount of later turns, once a turn; see `group_relative_turn_advantages`."""
-    normalize_std: bool
-    """Whether to divide by the deviation, as GRPO; otherwise as Dr. GRPO."""
-
-    def divides(self) -> bool:
-        """See `GroupRelative.divides`."""
-        return self.normalize_std
-
-    def of_parts(self, rewards: Rewards, token_rewards: Tensor, *, divides: bool) -> Tensor | None:
-        """See `GroupRelative.of_parts`."""
-        where = rewards.loss_mask, rewards.offsets, rewards.groups
-        return group_relative_turn_advantages(token_rewards, *where, normalize_std=divides, discount=self.discount)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -388,6 +276,7 @@ ADVANTAGES: dict[str, type[Advantage]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "turn_grpo": TurnGRPO,
+    "gigpo": GiGPO,
     "lite_ppo": LitePPO,
     "rloo": RLOO,
     "reinforce_plus_plus": ReinforcePlusPlus,

@@ -40,6 +40,9 @@ class Rewards:
     penalty: Float[Tensor, " T"] | None = None
     """The KL penalty of each token, where that belongs to the reward."""
 
+    turn_states: Int[Tensor, " T"] | None = None
+    """The state in which the turn of each trained token began, as a number; None unless turns are compared by it."""
+
     @property
     def rows(self) -> Int[Tensor, " T"]:
         """The row of each token."""

@@ -117,6 +117,7 @@ def _earned(batch: ScoredBatch, kl: KL | None, values: Tensor | None) -> Rewards
         components=_components(batch),
         rounding=batch.rounding,
         penalty=penalty,
+        turn_states=batch.turn_states,
     )
 
 

@@ -73,6 +73,7 @@ COMPARES_GROUP = (
     "gdpo",
     "dr_grpo",
     "turn_grpo",
+    "gigpo",
     "lite_ppo",
     "rloo",
     "reinforce_plus_plus_baseline",

@@ -118,13 +118,14 @@ class PlainClient:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         temperature: float | None = None,
+        state: str | None = None,
     ) -> dict[str, object]:
         """See `Client.chat`."""
         if tools is not None:
             from rallypoint.environments.tools import Tools  # takes longer than the rest of this program
 
             self.tools = tools if isinstance(tools, Tools) else self.tools
-        limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature}
+        limits = {"max_tokens": max_tokens, "stop": stop, "temperature": temperature, "state": state}
         schemas = None if tools is None else list(tools)
         if self.tools is not None and self.tools is tools and self.tools.has_foreign:
             schemas = self.tools.legible(self.tokenizer)

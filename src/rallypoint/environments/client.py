@@ -86,6 +86,7 @@ class Client(Protocol):
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         temperature: float | None = None,
+        state: str | None = None,
     ) -> dict[str, object]:
         """Sample an answer to messages, and return it as one.
 
@@ -98,6 +99,8 @@ class Client(Protocol):
             max_tokens: as for `sample`.
             stop: likewise.
             temperature: as for `call`.
+            state: of the environment, for `advantage.name=gigpo`, which compares turns that begin in the same one; None
+                for what is new in the messages.
 
         Returns:
             `role` ("assistant") and `content`; `reasoning` and `tool_calls` if there are some; and `malformed`: what is

@@ -17,6 +17,9 @@ object, so that they may block.
 What `step` may return: messages, to go on without a reward; (messages, reward, done), and as a fourth entry metrics;
 five entries as gymnasium has them, (messages, reward, terminated, truncated, metrics); or a dict of `messages`,
 `reward`, `done`, `metrics`.
+
+An attribute `state` says in which state the game is, as text: turns that begin in the same one are compared by
+`advantage.name=gigpo`. Without it what was said last stands for it.
 """
 
 from __future__ import annotations
@@ -120,7 +123,10 @@ async def _play(
     messages = _first_messages(name, await thread.call(game.reset, example))
     while True:
         try:
-            message = await client.chat(messages, max_tokens=getattr(game, "max_tokens", None))
+            state = getattr(game, "state", None)
+            message = await client.chat(
+                messages, max_tokens=getattr(game, "max_tokens", None), state=None if state is None else str(state)
+            )
         except RowFullError:
             if not rewards:
                 raise

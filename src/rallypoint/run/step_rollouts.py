@@ -154,6 +154,7 @@ class StepRollouts:
             "rollout_logprobs": _lists(rows.rollout_logprobs, rows, floats),
             "sampled_logprobs": _lists(rows.sampled_logprobs, rows, floats),
             "token_versions": _lists(rows.token_versions, rows, pa.int64()),
+            "turn_states": _lists(rows.turn_states, rows, pa.int64()),
         }
         where = pa.array([place.get(row) for row in range(len(rows))], pa.int64())
         columns["token_rewards"] = _lists(batch.token_rewards, batch, floats).take(where)

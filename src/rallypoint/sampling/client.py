@@ -246,11 +246,12 @@ class EpisodeClient:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         temperature: float | None = None,
+        state: str | None = None,
     ) -> dict[str, object]:
         """See `Client.chat`."""
         asked, self._has_calls = self.chats.asked(messages, tools), True
         params = self._params_of("chat", max_tokens, stop, temperature)
-        turn = await self._ask(self._begin(asked.tokens), params, said_in(asked))
+        turn = await self._ask(self._begin(asked.tokens), params, said_in(asked), state=state)
         message = self.chats.answered(asked, turn.response, params.stop_strings, params.min_new_tokens - 1)
         if isinstance(tools, Tools):
             self._tools = tools
@@ -267,6 +268,7 @@ class EpisodeClient:
         params: SamplingParams,
         said: tuple[tuple[str, str], ...] = (),
         deliver: Callable[[Output], None] | None = None,
+        state: str | None = None,
     ) -> Turn:
         """Have a call sampled."""
         time, task = self.own_time, asyncio.current_task()
@@ -288,7 +290,7 @@ class EpisodeClient:
             self._asking.discard(task)
         if not said and call.tokens == self.prompt:
             said = tuple((one.role, one.content) for one in self._prompt.example.prompt)
-        turn = dataclasses.replace(as_turn((), outputs), said=said)
+        turn = dataclasses.replace(as_turn((), outputs), said=said, state=state)
         if turn.truncated:
             turn = dataclasses.replace(turn, limit=self._limit(request, turn))
         turn = self._calls.end(call, turn)  # one that failed leaves nothing: it may be repeated
@@ -367,12 +369,11 @@ class EpisodeClient:
 
     def _is_all_again(self, added: tuple[int, ...]) -> bool:
         """Whether tokens begin with all that there is; a response may have been encoded anew, as other tokens."""
-        first = self._calls.turns[0].prompt
+        first, response = self._calls.turns[0].prompt, self._calls.turns[0].response
         if len(added) < len(self._tokens) // 2 or added[: len(first)] != first:  # a mark of a role may begin both
             return False
         if added[: len(self._tokens)] == self._tokens:
             return True
-        response = self._calls.turns[0].response
         again = added[len(first) : len(first) + 2 * len(response) + 8]
         return bool(said := self._text(response)) and self._text(again).startswith(said)
 

@@ -242,6 +242,7 @@ class InFlight:
             sample_index=list(kept),
             is_narrowed=params.narrows,
             by_token=self._config.rollout.max_staleness > 0,
+            has_states=self._config.advantage.name == "gigpo",
         )
         times.sampled = self._watch.times.now()
         times.turns = tuple(turns_of(kept))

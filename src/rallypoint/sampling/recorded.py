@@ -235,6 +235,7 @@ def rows_of(recorded: Sequence[Row]) -> RolloutBatch:
         truncated=torch.tensor([row["finish_reason"] == "length" for row in recorded]),
         sampled_logprobs=of_some("sampled_logprobs", torch.float32),
         token_versions=of_some("token_versions", torch.int64),
+        turn_states=of_some("turn_states", torch.int64),
     )
 
 

@@ -174,6 +174,10 @@ class RolloutBatch(Sequences):
     """[T] int64: steps of training that are in the actor's weights and not in those that the keys and values before
     each token come from; zero where `loss_mask` is False. None in runs that sample and train in turns."""
 
+    turn_states: Tensor | None = per_token(optional=True)
+    """[T] int64: what says in which state of its environment the turn of each token began, zero where `loss_mask` is
+    False; None unless the advantage compares turns of the same state."""
+
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride] - of its own class
         """See `Carrier.join`; beside narrowed parts, of which episodes make some, the others say that they are not."""

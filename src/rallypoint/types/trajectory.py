@@ -25,6 +25,7 @@ is a sequence, and a response is trained in the first one that has it. Here the 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Literal, TypeAlias
@@ -65,6 +66,8 @@ class Turn:
     """Number of the earlier turn of the rollout that it continues, from 0; None: the one before it; `ROOT`: none."""
     said: tuple[tuple[str, str], ...] = ()
     """Role and text of each message in `prompt`; empty if it was given as tokens."""
+    state: str | None = None
+    """The state of the environment in which it began; None: what was said before it, or else `prompt`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,7 @@ def assemble(
     sample_index: Sequence[int],
     is_narrowed: bool,
     by_token: bool = False,
+    has_states: bool = False,
 ) -> RolloutBatch:
     """Return rollouts of one prompt as ragged rows; `loss_mask` is True for what the policy sampled, once a rollout.
 
@@ -136,6 +140,7 @@ def assemble(
         sample_index: which of the rollouts of the prompt each one is.
         is_narrowed: whether tokens of all of them were drawn from another distribution than the model's own.
         by_token: whether to keep the version of each token.
+        has_states: whether to keep in which state of its environment the turn of each token began.
     """
     places: list[tuple[Turn, bool, bool]] = []  # turns of sequences: trained there; first of a sequence, not of a row
     for trajectory in trajectories:
@@ -172,6 +177,7 @@ def assemble(
         sample_index=_tensor(sample_index, np.int64),
         versions=_tensor([min(turn.version for turn in one.turns) for one in trajectories], np.int64),
         token_versions=aligned(_versions, np.int64) if by_token else None,
+        turn_states=aligned(_states, np.int64) if has_states else None,
         truncated=_tensor([one.turns[-1].truncated for one in trajectories], np.bool_),
     )
 
@@ -186,6 +192,13 @@ def _versions(turn: Turn) -> list[int]:
     """Return the version of each token of a response."""
     spans = turn.spans or ((turn.version, len(turn.response)),)
     return [version for version, length in spans for _ in range(length)]
+
+
+def _states(turn: Turn) -> list[int]:
+    """Return a number for the state in which a turn began, for each token of its response."""
+    state = turn.said or turn.prompt if turn.state is None else turn.state
+    digest = hashlib.blake2b(repr(state).encode(errors="replace"), digest_size=8).digest()
+    return [int.from_bytes(digest, "little") >> 1] * len(turn.response)
 
 
 def _tensor(values: Sequence[float], dtype: type) -> torch.Tensor:

@@ -18,13 +18,14 @@ class Counts:
     """A client that answers 0, 1, 2 ..., and has room for so many answers."""
 
     def __init__(self, room: int = 99) -> None:
-        self.heard, self._room, self.limits = [], room, []
+        self.heard, self._room, self.limits, self.states = [], room, [], []
 
-    async def chat(self, messages=(), *, max_tokens=None):
+    async def chat(self, messages=(), *, max_tokens=None, state=None):
         if len(self.heard) == self._room:
             raise RowFullError("no room")
         self.heard.append(messages)
         self.limits.append(max_tokens)
+        self.states.append(state)
         return {"role": "assistant", "content": str(len(self.heard) - 1)}
 
 
@@ -204,3 +205,22 @@ def test_a_game_says_how_long_its_next_answer_may_be():
     client = Counts()
     asyncio.run(play(Brief, EXAMPLE, client))
     assert client.limits == [2, 3, 4, 5]
+
+
+class Walk(Guess):
+    """Says where it is."""
+
+    def reset(self, example):
+        self.state = 0
+        return super().reset(example)
+
+    def step(self, message):
+        self.state += 1
+        return super().step(message)
+
+
+def test_a_game_may_say_in_which_state_each_turn_begins():
+    for kind, states in ((Walk, ["0", "1", "2", "3"]), (Guess, [None] * 4)):
+        client = Counts()
+        asyncio.run(play(kind, EXAMPLE, client))
+        assert client.states == states

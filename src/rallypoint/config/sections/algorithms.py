@@ -70,6 +70,16 @@ class TurnGRPOConfig(Section):
     whiten: bool = key(False, help=_WHITEN)
 
 
+class GiGPOConfig(Section):
+    """Each rollout against those of its prompt, and each turn against those of the same state (arXiv 2505.10978)."""
+
+    name: Literal["gigpo"] = key("gigpo", help="The estimator.")
+    discount: float = key(0.95, at_least=0, at_most=1, help="Discount of later turns' rewards, once a turn (gamma).")
+    step_weight: float = key(1.0, at_least=0, help="Weight of what turns of the same state are compared by.")
+    normalize_std: bool = key(False, help="Divide by the deviations, as grpo does; false: as dr_grpo.")
+    whiten: bool = key(False, help=_WHITEN)
+
+
 class LitePPOConfig(Section):
     """The group's mean and the step's deviation (arXiv 2508.08221)."""
 
@@ -143,6 +153,7 @@ AdvantageConfig = Annotated[
     | GRPOConfig
     | DrGRPOConfig
     | TurnGRPOConfig
+    | GiGPOConfig
     | LitePPOConfig
     | RLOOConfig
     | ReinforcePlusPlusConfig
