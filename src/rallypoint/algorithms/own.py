@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rallypoint.algorithms.estimators import Advantage
+from rallypoint.algorithms.group_relative import Advantage
 from rallypoint.algorithms.kl import MIN_LOGPROB
 from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens, TokenLosses
 from rallypoint.algorithms.rewards import Rewards

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms.aggregation import AggregationName, aggregate
-from rallypoint.algorithms.estimators import GAE, Advantage
+from rallypoint.algorithms.estimators import GAE
+from rallypoint.algorithms.group_relative import Advantage
 from rallypoint.algorithms.kl import KL, kl_penalty
 from rallypoint.algorithms.rewards import Rewards
 from rallypoint.algorithms.shaping import RowMask, rows_that_learn
