@@ -26,15 +26,13 @@ _SCRUB = """
   const found = [];
   const slider = document.querySelector("#slider");
   for (let at = 1; at <= 50; at += 1) {
-    const count = () => document.querySelector("#rollout-count").textContent;
-    const now = () => count() + document.querySelector("#tokens")?.textContent;
-    const before = now();
     const began = performance.now();
     slider.value = String(Math.floor((Number(slider.max) * ((at * 37) % 50)) / 50));
     slider.dispatchEvent(new Event("input"));
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     found.push([performance.now() - began]);
-      while (now() === before && performance.now() - began < 5000)
+    const step = document.querySelector("#step b").textContent.replace(",", "");
+    while (!document.querySelector(`.rollout-detail[data-step="${step}"]`) && performance.now() - began < 5000)
       await new Promise((done) => setTimeout(done, 4));
     found.at(-1).push(performance.now() - began);
   }
@@ -55,6 +53,7 @@ def main() -> None:
         print(f"wrote {asked.steps} steps of {asked.rollouts} rollouts in {time.perf_counter() - began:.0f} s")
         began = time.perf_counter()
         run = RunReader(path)
+        run.now()
         read_s, size = time.perf_counter() - began, (path / "journal.jsonl").stat().st_size
         print(f"journal of {size / 1e6:.0f} MB read in {read_s:.2f} s")
         began = time.perf_counter()

@@ -103,6 +103,7 @@ export function rolloutPanel(body, { onPin }) {
       ),
     );
     const side = el("button", { class: "plain", id: "side", on: { click: () => ((at.side = !at.side), drawDetail(row, whole, one, why)) } }, at.side ? "one at a time" : "side by side");
+    detail.dataset.step = at.step; // what it shows; the head is ahead of it by an answer
     const pin = el("button", { class: "plain", id: "pin", title: "follow this prompt over the steps (p)", on: { click: () => onPin(row.name) } }, "pin");
     fill(
       detail,
