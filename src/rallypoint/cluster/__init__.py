@@ -32,6 +32,7 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, ResourcePoolManager, Runtime, merge
 from rallypoint.cluster.process import ProcessInfo, WorkerContext
 from rallypoint.cluster.ray_thread import is_held_by_ray
+from rallypoint.cluster.warm import IS_POSSIBLE
 from rallypoint.errors import ClusterError
 from rallypoint.extras import why_not
 
@@ -83,7 +84,7 @@ def open_runtime(
             object_store_gib=object_store_gib,
             say=say,
             silence_s=silence_s,
-            imported=preload if forks else (),
+            imported=preload if forks and IS_POSSIBLE else (),
         )
     else:
         cluster = RayCluster.join(address, namespace=namespace, say=say, silence_s=silence_s)

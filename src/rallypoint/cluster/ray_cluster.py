@@ -273,7 +273,7 @@ class _OwnCluster:
         """Return what starts a worker in place of Python: a fork of a process that has imported modules."""
         path = os.environ.get(warm.SOCKET)
         if path is None:
-            if not modules or sys.platform != "linux":
+            if not modules:
                 return None
             path = str(self.folder / "warm")
             self._forks.enter_context(warm.forks(path, modules, {**os.environ, reaper.MARK: self.folder.name[6:]}))

@@ -24,6 +24,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
+IS_POSSIBLE = sys.platform == "linux"
+"""Whether a fork can be told to end with its parent."""
 SOCKET = "RALLYPOINT_WARM"
 """Variable with the path of a socket at which somebody else gives forks, as for many short runs."""
 _DIE_WITH_PARENT = 1

@@ -1,4 +1,4 @@
-"""The frame of every recipe: begin, resume, stop; `starts.py` starts its roles, and `steps.py` does the steps.
+"""The frame of every recipe: begin, resume, stop; `steps.py` starts the roles and does the steps.
 
 Owns: what a run needs in addition to its roles. Must not know: which algorithm it runs; the recipe's own page says what
 a step does.
@@ -30,7 +30,7 @@ from rallypoint.prepare.material import Found, Material, prepare, read_material
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.interruption import Observer, acknowledged
-from rallypoint.recipes.starts import Starts
+from rallypoint.recipes.steps import Starts
 from rallypoint.roles.placement import SharedFolder, module_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
 from rallypoint.run.resume import Beginning

@@ -181,7 +181,7 @@ class Beginning:
     notes: tuple[str, ...] = ()
     """Notes for the user: changes, or that there is no checkpoint."""
     adopted: CheckpointSaved | None = None
-    """That checkpoint, if it was a snapshot until now."""
+    """Event of that checkpoint, if it was a snapshot until now."""
 
     @classmethod
     def resumed(cls, folder: RunFolder, config: RunConfig, from_step: int | None) -> Beginning:

@@ -11,7 +11,7 @@ from rallypoint.cluster.capacity import Node
 from rallypoint.config import load_config
 from rallypoint.errors import DivergedError, NoPlaceError, WorkerDiedError
 from rallypoint.journal import Journal, PoolShrunk, RoleLost, RunBegan, Said, read_journal
-from rallypoint.recipes.starts import Starts
+from rallypoint.recipes.steps import Starts
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.resume import Beginning
 
