@@ -36,6 +36,11 @@ OF_RECIPE = {
     "code": ("actor.num_mini_batches=1", "reward.num_processes=1"),
     "tool-math": (*LUCKY, *TOOLS),
     "search": TOOLS,
+    "games": (
+        "data={train: lakes.jsonl, validation: lakes.jsonl, template: null}",
+        "model.tokenizer.chat_template=tools.jinja",
+        "rollout.max_response_tokens=40",
+    ),
 }
 
 
@@ -77,6 +82,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "Qwen").mkdir(exist_ok=True)
         make_tiny_model(tmp_path / "Qwen" / name, architecture="qwen3", seed=seed, initializer_range=0.05)
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
+    lakes = [{"prompt": one, "ground_truth": "P./.G"} for one in texts]
+    (tmp_path / "lakes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lakes))
     (tmp_path / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"1"\n1 2 3'}) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

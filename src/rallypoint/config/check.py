@@ -103,8 +103,8 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
             "one set, and each prompt occurs once an epoch",
         )
     for one in (*config.data.train, *config.data.validation):
-        if not isinstance(one, str) and one.parameters and not one.path.startswith("reasoning_gym:"):
-            yield Problem(("data.train",), f"{one.path} has parameters, which only reasoning_gym:NAME reads")
+        if not isinstance(one, str) and one.parameters and not one.path.startswith(("reasoning_gym:", "games:")):
+            yield Problem(("data.train",), f"{one.path} has parameters, which only generators read: reasoning_gym:NAME")
     for one in (*config.data.train, *config.data.validation):
         if isinstance(one, str) or one.on_bad_row is None:
             continue

@@ -1,4 +1,4 @@
-"""Data sets that are made as they are read: the generators of reasoning-gym, by name.
+"""Data sets that are made as they are read: the generators of reasoning-gym, and those of games of our own, by name.
 
 Owns: what an entry of a generator is as a row. Must not know: rewards, tokenizers. An entry follows from the
 generator's parameters, its seed and its index, so there is nothing to download or to keep.
@@ -7,13 +7,16 @@ generator's parameters, its seed and its index, so there is nothing to download 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rallypoint.data.files import Problems, Row, Table, suggestion
 from rallypoint.extras import find_unusable
 
-_PREFIX = "reasoning_gym:"
+_PREFIX, _GAMES = "reasoning_gym:", "games:"
+PREFIXES = (_PREFIX, _GAMES)
+"""What names of generators begin with."""
 _SIZE = 10_000
 """Rows of a generator that is asked for no other number."""
 
@@ -33,11 +36,13 @@ def is_generator(path: str) -> bool:
     >>> is_generator("reasoning_gym:chain_sum"), is_generator("reasoning_gym/chain_sum.jsonl")
     (True, False)
     """
-    return path.startswith(_PREFIX)
+    return path.startswith(PREFIXES)
 
 
 def check_generator(path: str) -> str | None:
     """Return what is wrong with the name of a generator, or what has to be installed; None if nothing is."""
+    if (game := path.removeprefix(_GAMES)) != path:
+        return None if game in GAMES else f"{path}: there is no such game{suggestion(game, list(GAMES))}"
     if (problem := find_unusable("reasoning_gym", "reasoning-gym")) is not None:
         return f"{path} {problem}"
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
@@ -46,11 +51,11 @@ def check_generator(path: str) -> str | None:
     return None if name in DATASETS else f"{path}: reasoning-gym has no such data set{suggestion(name, list(DATASETS))}"
 
 
-def generator_version() -> str:
-    """Return the version of reasoning-gym, with which its entries may change."""
+def generator_version(path: str) -> str:
+    """Return the version of what makes a generator's entries, with which they may change."""
     from importlib.metadata import version
 
-    return version("reasoning-gym")
+    return version("rallypoint" if path.startswith(_GAMES) else "reasoning-gym")
 
 
 def open_generator(path: str, generator: Generator, problems: Problems) -> Table | None:
@@ -58,6 +63,8 @@ def open_generator(path: str, generator: Generator, problems: Problems) -> Table
     if (problem := check_generator(path)) is not None:
         problems.add(problem)
         return None
+    if path.startswith(_GAMES):
+        return _game_rows(path, {"size": _SIZE, "seed": generator.seed} | dict(generator.parameters), problems)
     import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     wanted = {"size": _SIZE, "seed": generator.seed} | dict(generator.parameters)
@@ -76,3 +83,71 @@ def open_generator(path: str, generator: Generator, problems: Problems) -> Table
             yield index, {"prompt": entry["question"], "ground_truth": truth, "extra_info": entry["metadata"]}
 
     return Table(None, "row", rows, lambda: len(entries))
+
+
+def _game_rows(path: str, wanted: Mapping[str, Any], problems: Problems) -> Table | None:
+    size, seed = wanted["size"], wanted["seed"]
+    if strangers := sorted(wanted.keys() - {"size", "seed"}):
+        problems.add(f"{path} has no parameter {strangers[0]!r}; it has size and seed")
+        return None
+    text, make = GAMES[path.removeprefix(_GAMES)]
+
+    def rows(_: Sequence[str], start: int) -> Iterator[tuple[int, Row]]:
+        for index in range(start, size):
+            made = make(random.Random(f"{seed} {index}"))
+            shown = text.replace("{made}", made.replace("/", "\n"))
+            yield index, {"prompt": shown, "ground_truth": made, "extra_info": {}}
+
+    return Table(None, "row", rows, lambda: size)
+
+
+def frozen_lake(draw: random.Random, size: int = 4) -> str:
+    """Return a lake that can be crossed, from `P` to `G` around holes, `O`: its lines, with `/` between.
+
+    >>> frozen_lake(random.Random(0), 3)
+    'G.O/.O./P..'
+    """
+    while True:
+        places = [(y, x) for y in range(size) for x in range(size)]
+        player, goal, *holes = draw.sample(places, 2 + draw.randint(size // 2, size - 1))
+        reached, edge = {player}, [player]
+        while edge:
+            y, x = edge.pop()
+            near = {(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)}.intersection(places) - {*holes} - reached
+            reached |= near
+            edge += near
+        if goal in reached:
+            signs = {player: "P", goal: "G"} | dict.fromkeys(holes, "O")
+            return "/".join("".join(signs.get((y, x), ".") for x in range(size)) for y in range(size))
+
+
+_WORDS = (
+    "about above actor after again agree alarm album alone angle apple arrow beach begin bench birth black blame blood "
+    "board brain bread brick bring brown build candy chain chair cheap chest child clean clear clock close cloud coast "
+    "count cover craft cream crowd dance depth dream dress drink drive earth eight empty enemy enjoy equal error event "
+    "every faith field fight final first flame floor focus force frame fresh front fruit ghost giant glass grace grain "
+    "grand grass green group guard guess guide habit happy heart heavy horse hotel house human image issue joint judge "
+    "juice knife large laugh layer learn lemon light limit local lucky lunch magic major match metal model money month "
+    "mouse mouth movie music night noise north novel nurse ocean offer olive onion order other owner paint panel paper "
+    "party peace phone photo piano piece pilot place plain plane plant plate point power press price pride prize proof "
+    "queen quick quiet radio range ratio reply right river robot rough round route royal rural salad scale scene score "
+    "sense seven shade shape share sharp sheep shelf shell shift shirt short sight skill sleep small smart smile smoke "
+    "snake solid sound south space speak spoon sport stage stand state steam steel stone store storm story study sugar "
+    "sunny table taste teach thank thick think third throw tiger title today tooth topic total touch tower track trade "
+    "train treat trial truck trust truth twice uncle under unity upper urban usual value video visit voice waste watch "
+    "water wheel white whole woman world worry worth write wrong young youth"
+)
+
+GAMES: dict[str, tuple[str, Callable[[random.Random], str]]] = {
+    "frozen_lake": (
+        "You are P on a frozen lake. Reach G, and do not fall into a hole, O. Each of your answers is one move: up, "
+        "down, left or right. You are then shown the lake as it is.\n\n{made}",
+        frozen_lake,
+    ),
+    "wordle": (
+        "Guess an English word of five letters. Each of your answers is one word. It is answered with a sign for each "
+        "of its letters: + stands in its place, ? stands elsewhere in the word, - is not in it. You have six guesses.",
+        lambda draw: draw.choice(_WORDS.split()),
+    ),
+}
+"""What a row of each game asks, and what makes what is to be found."""

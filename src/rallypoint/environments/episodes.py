@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+from rallypoint.config.sections.sampling import SHIPPED_EPISODES
 from rallypoint.environments.blocking import is_plain
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
 from rallypoint.environments.steps import find_misfit_of_class, play
@@ -44,7 +45,7 @@ def check_episode_spec(spec: str) -> str | None:
     if is_given(spec):
         return find_misfit(GIVEN[spec].function) if spec in GIVEN else how_to_give(spec, "episode")
     try:
-        path, name = split(spec, usual_name="episode")
+        path, name = split(spec, shipped=SHIPPED_EPISODES, usual_name="episode")
         signature = written_signature(path, name)
     except UserCodeError as error:
         return str(error)

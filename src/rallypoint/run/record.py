@@ -159,7 +159,7 @@ def _model(path: str) -> dict[str, Callable[[], str]]:
 def _reader(path: str | Path, read: Callable[[Path], str] = digest) -> Callable[[], str]:
     """Return what reads a file's digest, or of one on another file system what tells that it has changed."""
     if is_generator(str(path)):
-        return generator_version
+        return lambda: generator_version(str(path))
     return lambda: fingerprint(str(path)) if is_url(str(path)) else read(Path(path).expanduser())
 
 

@@ -66,7 +66,17 @@ def test_the_plan_of_a_recipe_is_what_its_page_says_and_fits_the_machine(command
 def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():
     whole = {name for name in shipped_recipes() if str(load_config(name, draft=True).config.model.path).startswith("Q")}
     assert {(row[0].strip("`"), row[2]) for row in table()} == {(name, on) for name in whole for on in MACHINES}
-    assert whole == {"gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-lora", "math-opd", "code", "tool-math", "search"}
+    assert whole == {
+        "gsm8k-grpo",
+        "gsm8k-ppo",
+        "math-dapo",
+        "math-lora",
+        "math-opd",
+        "code",
+        "tool-math",
+        "search",
+        "games",
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

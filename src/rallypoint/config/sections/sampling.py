@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Strict, Tag
@@ -40,11 +41,14 @@ def _kind(value: object) -> str:
     return "object" if isinstance(value, dict | ToolUseConfig) else "text"
 
 
+SHIPPED_EPISODES = {"frozen_lake": "FrozenLake", "wordle": "Wordle"}
+"""Class of each game that ships, by its name."""
+_GAMES = Path(__file__).parents[2] / "environments" / "shipped" / "games.py"
 EpisodeConfig = Annotated[
     Annotated[str, Tag("text")] | Annotated[ToolUseConfig, Tag("object")],
     Discriminator(_kind),
 ]
-"""A function of the user's, or the episode that ships."""
+"""A function of the user's, a game that ships, or the episode with tools."""
 
 
 class RolloutConfig(Section):
@@ -143,7 +147,7 @@ class RolloutConfig(Section):
     )
     episode: EpisodeConfig | None = key(
         None,
-        help="Episode or agent, file.py:function; or {tools: [python, ...], max_turns: 8}; null: one turn.",
+        help="Episode or agent, file.py:function, or a game; or {tools: [python, ...], max_turns: 8}; null: one turn.",
     )
     turn_timeout_s: float = key(
         600.0, above=0, unit="s", help="An episode may take so long between two responses, its tools included."
@@ -165,8 +169,10 @@ class RolloutConfig(Section):
 
     @property
     def own_episode(self) -> str | None:
-        """The user's function that makes a rollout; None if a rollout has one turn, or tools."""
-        return self.episode if isinstance(self.episode, str) else None
+        """The function or class that makes a rollout, as file.py:NAME; None if a rollout has one turn, or tools."""
+        if not isinstance(self.episode, str):
+            return None
+        return f"{_GAMES}:{SHIPPED_EPISODES[self.episode]}" if self.episode in SHIPPED_EPISODES else self.episode
 
     @property
     def tool_use(self) -> ToolUseConfig | None:
@@ -182,7 +188,7 @@ class RolloutConfig(Section):
     def named_functions(self) -> dict[str, str]:
         """Code and tools that take part in a rollout, by the key that names each."""
         if self.own_episode is not None:
-            return {"rollout.episode": self.own_episode}
+            return {} if self.episode in SHIPPED_EPISODES else {"rollout.episode": self.own_episode}
         return {f"rollout.episode.tools[{at}]": one.function for at, one in enumerate(self.tools)}
 
 
