@@ -96,6 +96,9 @@ def test_the_served_page_draws_filters_and_takes_text_as_text(browser, run):
         browser.wait("document.querySelector('#rollout-count').textContent.startsWith('0 of 16')")
         choose(browser, "#choose-only", "all")
         browser.wait("document.querySelectorAll('.rollout-row').length === 16")
+        shown = "".join(texts(browser, ".rollout-text"))
+        assert "\u202e" not in shown
+        assert "\u200d" in shown or "👩" not in shown  # emoji are made with joiners
         for place in range(16):
             browser.evaluate(f"document.querySelectorAll('.rollout-row')[{place}].click()")
             browser.wait(f"document.querySelectorAll('.rollout-row')[{place}].hasAttribute('aria-current')")

@@ -1,6 +1,7 @@
 """What a machine is like: each look on machines that were made up, and all of them on this one."""
 
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,12 @@ def test_the_command_has_a_line_for_everything_on_this_machine(tmp_path):
     lines = [line for line in result.stdout.splitlines() if not line.startswith("         -> ")]
     assert [line[8:22].strip() for line in lines] == [what for what, _ in looks(tmp_path)]
     assert ("fault" in result.stdout) == (result.exit_code == 1)
+
+
+def test_every_extra_that_a_user_may_lack_is_looked_for():
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    of_developers = {"dev", "docs", "ray"}
+    [found] = check_all([look for look in looks(Path()) if look[0] == "extras"])
+    assert all(extra in found.said for extra in extras.keys() - of_developers)
