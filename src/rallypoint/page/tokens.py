@@ -19,17 +19,17 @@ from rallypoint.errors import RunFolderError
 from rallypoint.page.rollout_tables import LIGHT, MOST_TEXT, TOKENS, file_of, read
 from rallypoint.page.run_reader import Snapshot
 from rallypoint.page.timing import JSON
-from rallypoint.run.rollouts import Kind
+from rallypoint.run.rollouts import ROWS_PER_GROUP, Kind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@functools.lru_cache(maxsize=1)
-def _whole(file: Path, changed: float) -> Any:
-    """Return all columns of a file, of which several rollouts are looked at one after the other."""
+@functools.lru_cache(maxsize=4)
+def _group_of_rows(file: Path, changed: float, number: int) -> Any:
+    """Return all columns of the rows that stand together in a file, of which several are looked at one by one."""
     del changed
-    return read(file)
+    return read(file, part=number)
 
 
 def rollout(run: Snapshot, step: int, place: int, kind: Kind = "step") -> JSON:
@@ -39,10 +39,10 @@ def rollout(run: Snapshot, step: int, place: int, kind: Kind = "step") -> JSON:
         RunFolderError: there is none, or its file is damaged.
     """
     file = file_of(run, step, kind)
-    table = _whole(file, file.stat().st_mtime)
-    if not 0 <= place < table.num_rows:
-        raise RunFolderError(f"{kind} {step} has rollouts 0 to {table.num_rows - 1}, not {place}")
-    row: JSON = table.slice(place, 1).to_pylist(maps_as_pydicts="strict")[0]
+    table = _group_of_rows(file, file.stat().st_mtime, place // ROWS_PER_GROUP)
+    if not 0 <= place % ROWS_PER_GROUP < table.num_rows:
+        raise RunFolderError(f"{kind} {step} has no rollout {place}")
+    row: JSON = table.slice(place % ROWS_PER_GROUP, 1).to_pylist(maps_as_pydicts="strict")[0]
     ids = (row["response_ids"] or [])[:MOST_TEXT]
     size = len(ids)
     old, sampled = row["old_logprobs"], row["rollout_logprobs"]

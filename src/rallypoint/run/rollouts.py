@@ -47,7 +47,8 @@ _RESERVE = _GIB
 """Bytes of the disk that rollouts leave free: checkpoints and metrics need them more."""
 _MAX_WAITING = _GIB
 """Bytes of rollouts that may wait for a slow disk."""
-_ROWS_PER_GROUP = 64
+ROWS_PER_GROUP = 64
+"""Rows that stand together in a file, so that one can be read without the others."""
 _PATIENCE_S = 60.0
 """Seconds that a checkpoint, or the end of a run, waits for a slow disk."""
 
@@ -130,7 +131,7 @@ class RolloutFiles:
         part = file.with_suffix(".part")
         try:
             self._folder.mkdir(exist_ok=True)
-            pq.write_table(make(), part, compression="zstd", row_group_size=_ROWS_PER_GROUP)
+            pq.write_table(make(), part, compression="zstd", row_group_size=ROWS_PER_GROUP)
             size = part.stat().st_size
             if not self._make_room(file, size):
                 part.unlink()

@@ -138,13 +138,14 @@ function setStep(step, { isAtEnd } = {}) {
 async function ofStep() {
   const now = turn;
   const values = ask("values", { run: state.run, step: state.step }).catch(() => ({ metrics: {}, validation: {} }));
-  if (rollouts) drawn("rollouts");
+  const shown = rollouts && drawn("rollouts");
   const found = await values;
   if (now !== turn) return;
   state.values = found;
   tilesOfStep();
   health();
-  await Promise.all([timeline(), compareAnswers()]);
+  await shown; // what is looked at most comes first
+  if (now === turn) await Promise.all([timeline(), compareAnswers()]);
 }
 
 /** Draw what an answer has, unless the page has moved on meanwhile. */
