@@ -131,7 +131,7 @@ function setStep(step, { isAtEnd } = {}) {
   showStep(state.step);
   turn += 1;
   clearTimeout(waiting);
-  waiting = setTimeout(ofStep, 20);
+  waiting = setTimeout(ofStep, 8);
 }
 
 /** Draw what depends on the step. */
