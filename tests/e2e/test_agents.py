@@ -1,5 +1,6 @@
 """Agents of the user's: whole runs whose rollouts are made over HTTP, by the real client of OpenAI, in processes."""
 
+import importlib.util
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ import rallypoint as rally
 from rallypoint.errors import ConfigError
 from rallypoint.run.folder import RunFolder
 
-pytest.importorskip("openai")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs openai")
 
 ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
 INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "rollout.exact": True}

@@ -207,7 +207,7 @@ def all_tokenizers():
     yield from (pytest.param(of_trl, file, id=file.stem) for file in _templates_of_trl() if isinstance(file, Path))
 
 
-@pytest.mark.parametrize(("make", "of"), all_tokenizers())
+@pytest.mark.parametrize(("make", "of"), [*all_tokenizers()])
 def test_behind_a_short_history_a_template_writes_what_it_writes_behind_the_whole_one(make, of):
     tokenizer, stops = make(of)
     local, num = _Borders.of(tokenizer, tuple(stops)).local, 0

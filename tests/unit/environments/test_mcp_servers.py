@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from rallypoint.prepare.preflight import load_checked
 from rallypoint.run.folder import anchored
 from rallypoint.run.trust import code_named
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs mcp")
 
 SERVER = '''
 import os, signal, sys, time

@@ -2,8 +2,6 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
 from opened_sessions import AGAIN, ASKED, encoded
 
@@ -64,10 +62,14 @@ def messages(client, streamed):
 
 
 def openai_client(one):
+    import openai  # not while tests are collected, which every worker does: it takes a second
+
     return openai.OpenAI(base_url=f"http://127.0.0.1:{one.port}/v1", api_key=one.session.key, max_retries=0)
 
 
 def anthropic_client(one):
+    import anthropic  # as openai
+
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{one.port}", api_key=one.session.key, max_retries=0)
 
 
@@ -190,6 +192,9 @@ def test_what_is_not_supported_is_named_as_the_client_knows_it(opened, api, fiel
 
 
 def test_errors_are_those_that_each_client_expects(opened):
+    import anthropic
+    import openai
+
     one = opened()
     one.sessions.close(one.session)
     with pytest.raises(openai.APIStatusError, match="session has ended") as gone, openai_client(one) as client:
