@@ -326,7 +326,7 @@ class WorkerDiedError(_WorkerProblemError):
 
     verb = "died during"
     is_preempted = False
-    """Whether whoever the machine belongs to took it away, with notice."""
+    """Whether the machine's owner took it away, with notice."""
     is_terminated = False
     """Whether somebody sent it SIGTERM, as a scheduler does."""
     is_node_lost = False

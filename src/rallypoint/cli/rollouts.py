@@ -172,7 +172,7 @@ def _turn_tokens(row: Row, turn: Row) -> str:
 
 
 def _counted(row: Row) -> str:
-    """Say what an episode counted, and what it took; nothing of rollouts without one."""
+    """Print what an episode counted, and what it took; nothing of rollouts without one."""
     parts = [_named(row["metrics"])] if row.get("metrics") else []
     if row.get("num_tool_calls"):
         parts.append(f"{counted(row['num_tool_calls'], 'tool call')}, {row['num_tool_errors']} of them failed")

@@ -115,9 +115,9 @@ class ResourcePool:
         return (self,)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Share, ...]:
         """As a view of itself would list it."""
-        return (Part(self, 0, self.num_processes),)
+        return (Share(self, 0, self.num_processes),)
 
     def ranks(self, placed: Mapping[ResourcePool, Sequence[Placed[ProcessT]]]) -> list[ProcessT]:
         """Return the processes in rank order, from those of each node in the order of `processes_per_node`."""
@@ -133,7 +133,7 @@ class ResourcePool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Share:
     """Consecutive ranks of a pool."""
 
     pool: ResourcePool
@@ -146,7 +146,7 @@ class PoolView:
     """Ranks of one or more pools, taken together; made by `split` and `merge`."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[Share, ...]
 
     @property
     def num_processes(self) -> int:
@@ -182,13 +182,13 @@ class PoolView:
             for start, stop in itertools.pairwise(borders)
         ]
 
-    def _between(self, start: int, stop: int) -> Iterable[Part]:
+    def _between(self, start: int, stop: int) -> Iterable[Share]:
         """Return what of the parts lies between two places."""
         first = 0
         for part in self.parts:
             low, high = max(start - first, 0), min(stop - first, part.stop - part.start)
             if low < high:
-                yield Part(part.pool, part.start + low, part.start + high)
+                yield Share(part.pool, part.start + low, part.start + high)
             first += part.stop - part.start
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 100_000
 """Size from which Ray puts a value into shared memory anyway."""
 _TERMINATED = "receives a SIGTERM"
-"""Phrase with which Ray says that a process was asked to end, by whoever may."""
+"""Phrase with which Ray tells that a process was asked to end."""
 _HEALTH = "health"
 """The concurrency group, a thread of its own in the worker process, that answers while a call is under way."""
 

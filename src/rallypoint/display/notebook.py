@@ -39,7 +39,7 @@ class NotebookPanel(Progress):
         self._draw(at_once=True)
 
     def waiting(self, message: str) -> None:
-        """Say what is being waited for."""
+        """Show what the run waits for."""
         self._state.wait(message)
         self._draw()
 

@@ -90,7 +90,7 @@ def is_agent(spec: str) -> bool:
 
 
 def check_agent_spec(spec: str) -> str | None:
-    """Say what is wrong with the name of an agent, from the file's text alone; None when nothing can be seen."""
+    """Return what is wrong with the name of an agent, from the file's text alone; None when nothing can be seen."""
     if is_given(spec):
         return find_misfit(GIVEN[spec].function) if spec in GIVEN else how_to_give(spec, "episode")
     try:

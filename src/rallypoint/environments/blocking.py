@@ -66,7 +66,7 @@ class PlainClient:
         """Connect to nobody yet.
 
         Args:
-            address: of the socket of whoever samples.
+            address: of the socket of the process that samples.
             key: of the rollout.
             prompt: its token ids.
             tokenizer: its folder.

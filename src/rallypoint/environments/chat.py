@@ -164,7 +164,7 @@ def _listed(messages: object) -> Sequence[object]:
 
 
 def _checked(index: int, message: object) -> ChatMessage:
-    """Return a message as templates take it, or say what is wrong with it."""
+    """Return a message as templates take it, or what is wrong with it."""
     if isinstance(message, Message):
         return message.fields
     if not isinstance(message, Mapping):

@@ -41,7 +41,7 @@ def giving_episode(episode: Episode) -> Iterator[str]:
 
 
 def check_episode_spec(spec: str) -> str | None:
-    """Say what is wrong with the name of an episode, from the file's text alone; None when nothing can be seen."""
+    """Return what is wrong with the name of an episode, from the file's text alone; None when nothing can be seen."""
     if is_given(spec):
         return find_misfit(GIVEN[spec].function) if spec in GIVEN else how_to_give(spec, "episode")
     try:

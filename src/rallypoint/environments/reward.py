@@ -95,7 +95,7 @@ NEEDS: dict[str, tuple[str, str]] = {
 
 
 def check_reward_spec(spec: str, parameters: Mapping[str, object] | None = None) -> str | None:
-    """Say what is wrong with a reward's name or parameters, from the file's text alone; None when nothing can be seen.
+    """Return what is wrong with a reward's name or parameters, from the file's text alone; None if nothing is seen.
 
     Nothing of the user's is run or imported, so that it is quick, and safe at any time.
     """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
@@ -179,6 +179,16 @@ class Output:
             logprobs=self.logprobs[num:],
             sampled_logprobs=self.sampled_logprobs[num:],
         )
+
+
+class RequestSampler(Protocol):
+    """Samples for others: the mailbox of a run for the clients of episodes, or one engine that stands for it."""
+
+    async def sample(
+        self, request: Request, rank: int | None = None, deliver: Callable[[Output], None] | None = None
+    ) -> list[Output]:
+        """Return the outputs of a request, on a rank or any; `deliver` gets each as it comes."""
+        ...
 
 
 class GenerationEngine(Protocol):

@@ -2,7 +2,7 @@
 
 Roles that share a process take turns, and keep their weights meanwhile: the peak during a call counts what the others
 hold, too. On CPUs it counts the private pages of the process, those that the C library's heap keeps for later among
-them, and what it shares with others of its own, beyond what was there before the first role came to life.
+them, and what it shares with others of its own, beyond what was there before the first role was started.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from rallypoint.generation import GenerationEngine, Output, Request, SamplingPar
 from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.sampling.client import EpisodeClient, Terms
-from rallypoint.sampling.episode_end import Limits, Results
+from rallypoint.sampling.episode_end import EpisodeLimits, Results
 from rallypoint.sampling.episode_task import BlockingWatch, leave_for_good
 from rallypoint.types import Trajectory, Turn
 
@@ -134,7 +134,7 @@ class Play:
     async def _opened(self) -> AsyncIterator[tuple[Episode, Terms]]:
         """Yield what makes a rollout, and what its clients have in common."""
         BlockingWatch(self.say, sys._current_frames)
-        limits = Limits(turn_s=self.rollout.turn_timeout_s, episode_s=self.rollout.episode_timeout_s)
+        limits = EpisodeLimits(turn_s=self.rollout.turn_timeout_s, episode_s=self.rollout.episode_timeout_s)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(leave_for_good)
             sampler = stack.enter_context(contextlib.closing(OneEngine(self.engine)))

@@ -65,7 +65,7 @@ class _ProcessMemory:
     """The memory of a process, as its roles share it."""
 
     baseline_bytes: int
-    """Bytes that were taken before the first role came to life."""
+    """Bytes that were taken before the first role was started."""
     has_neighbour: bool = False
     """Whether another process needs the accelerator while the roles of this one sleep."""
     holder: MemoryLease | None = None

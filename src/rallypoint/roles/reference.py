@@ -52,7 +52,7 @@ class ReferenceWorker(FrozenWorker):
         """Load the initial policy, or take the frozen weights below the actor's adapters."""
         if self._shares_actor:
             actor = ActorParts.find(context)
-            assert actor is not None, "an actor worker came to life here before"
+            assert actor is not None, "an actor worker was started here before"
             return [ModelShard.whole(twin(actor.engine.model))]
         with spec.meeting(context) as mesh:
             return [spec.load_policy(context, mesh, frozen=True)]

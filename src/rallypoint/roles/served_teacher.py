@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rallypoint.config import ServedTeacherConfig
 from rallypoint.environments.deadline import DaemonThreads
-from rallypoint.environments.shipped.judge import Endpoint, JudgeError
+from rallypoint.environments.shipped.judge import JudgeError, ModelEndpoint
 from rallypoint.errors import TeacherError
 from rallypoint.types import Sequences
 
@@ -46,7 +46,7 @@ _LOWEST = -100.0
 class ServedTeacher:
     """One endpoint."""
 
-    endpoint: Endpoint
+    endpoint: ModelEndpoint
     model: str | None
     """As the endpoint calls it; None for SGLang's, which has one."""
     threads: DaemonThreads
@@ -68,7 +68,7 @@ class ServedTeacher:
             if not threads.pause(seconds):
                 raise TeacherError(f"{url}: the run has ended, and nobody asks again")
 
-        endpoint = Endpoint(url, key, settings.retries, settings.timeout_s, sleep=pause, most_mib=_MOST_MIB)
+        endpoint = ModelEndpoint(url, key, settings.retries, settings.timeout_s, sleep=pause, most_mib=_MOST_MIB)
         model = settings.model
         if url.rstrip("/").endswith("/generate"):
             model = None
@@ -131,7 +131,7 @@ class ServedTeacher:
         return known[token], sorted(known.items(), key=lambda one: -one[1])[:top_k]
 
 
-def _only_model(url: str, endpoint: Endpoint) -> str:
+def _only_model(url: str, endpoint: ModelEndpoint) -> str:
     try:
         names = endpoint.post("/models", None, lambda answer: [str(one["id"]) for one in answer["data"]])
     except JudgeError as error:

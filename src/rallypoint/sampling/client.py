@@ -29,13 +29,12 @@ from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, Roll
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
 from rallypoint.generation import Output, Request, SamplingParams, as_turn
-from rallypoint.generation.protocol import is_whole
+from rallypoint.generation.protocol import RequestSampler, is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
-from rallypoint.sampling.episode_end import Limits, OwnTime, Results, failure_of
+from rallypoint.sampling.episode_end import EpisodeLimits, OwnTime, Results, failure_of
 from rallypoint.sampling.episode_task import Ending, leave, where
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.sampler import Sampler
 from rallypoint.types import ROOT, Limit, Trajectory, Turn
 
 _NEXT_TURN = 2**33
@@ -46,12 +45,12 @@ _NEXT_TURN = 2**33
 class Terms:
     """What all episodes of a run have in common."""
 
-    sampler: Sampler
+    sampler: RequestSampler
     """The mailbox of a run, or what stands for it."""
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     """Tokens of a row, prompts and responses of all turns together."""
-    limits: Limits = Limits()
+    limits: EpisodeLimits = EpisodeLimits()
     results: Results = Results()
     strips_thinking: bool = False
     """See `RolloutConfig.thinking`."""
@@ -60,7 +59,7 @@ class Terms:
     def of(cls, config: RunConfig, mailbox: Mailbox, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return those of a config."""
         rollout, schedule = config.rollout, mailbox.schedule
-        limits = Limits(
+        limits = EpisodeLimits(
             turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
         )
         results, strips = Results.of(config), rollout.thinking == "strip"

@@ -90,7 +90,7 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """How long an episode may take for itself."""
 
     turn_s: float = math.inf
@@ -104,7 +104,7 @@ class Limits:
 class OwnTime:
     """Counts the seconds of one episode, in a running event loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EpisodeLimits) -> None:
         """Begin to count."""
         self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
         """Why the episode is to be ended."""

@@ -42,7 +42,7 @@ _LEFT_BEHIND: set[asyncio.Task[Trajectory | EpisodeFailed]] = set()
 
 
 class Ending(asyncio.Future[None]):
-    """Is there when an episode has ended or is to be ended; whoever stops waiting for it cancels the episode.
+    """Is there when an episode has ended or is to be ended; a caller that stops waiting for it cancels the episode.
 
     That is at once, as by `asyncio.gather`, so that it asks for nothing after all that was asked for was given up.
     """

@@ -51,7 +51,7 @@ class Barrier:
     It is open unless it is watched. Then slices have so many steps of the engines instead of so many seconds, and all
     ranks have theirs at once, so what has ended at a barrier follows from the requests alone.
 
-    Consumes: the ends of slices. Produces: a moment in which no rank samples. Waits for: whoever watches. Unblocked by:
+    Consumes: the ends of slices. Produces: a moment in which no rank samples. Waits for: its watchers. Unblocked by:
     `next`, and the end of watching.
     """
 

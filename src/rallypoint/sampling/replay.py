@@ -139,7 +139,7 @@ class Recorder:
                 self._journal.append(*self._sent.popleft())
 
 
-class Replay:
+class ScheduleReplay:
     """Sends ranks what a schedule says, as soon as it is there; when the schedule ends, whatever there is."""
 
     def __init__(
@@ -292,7 +292,7 @@ class Schedule:
     """How calls get to the ranks: at once, written down, or as an earlier run's were."""
 
     recorder: Recorder | None = None
-    replay: Replay | None = None
+    replay: ScheduleReplay | None = None
 
     @classmethod
     def of(cls, config: RunConfig, journal: Journal, num_ranks: int) -> Schedule:
@@ -312,7 +312,9 @@ class Schedule:
             return cls(recorder)
         recorded = RecordedSchedule.read(Path(config.rollout.schedule))
         recorded.check(config.rollout.schedule, config, num_ranks)
-        return cls(recorder, Replay(recorded, config.seed, journal=journal, timeout_s=config.cluster.call_timeout_s))
+        return cls(
+            recorder, ScheduleReplay(recorded, config.seed, journal=journal, timeout_s=config.cluster.call_timeout_s)
+        )
 
     async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
         """Have a rank do what it is asked."""

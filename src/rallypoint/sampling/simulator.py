@@ -104,7 +104,7 @@ class Measured:
         self.steps, groups = steps, [group for step in steps for group in step.groups]
         self._spans = np.array([(group.admitted_s, group.sampled_s) for group in groups])
         self._longest, self.rows = np.array([*map(_longest_and_rows, groups)]).T
-        """Of each group: tokens of its longest rollout, and rollouts that are sampled at once, on average."""
+        """Tokens of each group's longest rollout, and rollouts that are sampled at once, on average."""
         order = np.argsort(times := self._spans.T.ravel(), kind="stable")
         self._times, each_one = times[order], np.ones(len(groups))
         num_rows, num = (np.cumsum(np.concatenate([more, -more])[order])[:-1] for more in (self.rows, each_one))
@@ -118,7 +118,7 @@ class Measured:
         for _ in range(5):  # how many tokens were sampled beside how many rows depends on the speed
             self.speed = self._fitted()
         self.tokens = self.over(1 / self.speed.token_s(self._beside)).tolist()
-        """Of each group: those of its longest rollout; more where it took longer than its tokens say."""
+        """Tokens of each group's longest rollout; more where it took longer than its tokens say."""
 
     def over(self, rate: _Array) -> _Array:
         """Integrate a rate, given from each time to the next, over the seconds of each group."""

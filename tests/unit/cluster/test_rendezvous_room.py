@@ -121,7 +121,7 @@ def test_a_rank_whose_member_is_alive_cannot_begin_the_next_generation_unless_it
 def test_a_complete_generation_does_not_take_its_lost_rank_back():
     error = full().depart("first-1", "left", at=0.0).join(member(1, "second"), 3, generation=1)
     assert isinstance(error, StaleGenerationError)
-    assert "begins generation 2" in str(error)
+    assert "begin generation 2" in str(error)
 
 
 def test_an_older_generation_is_refused_with_the_current_number():

@@ -9,10 +9,10 @@ import pytest
 
 from rallypoint.cluster.rendezvous.etcd import EtcdClient
 from rallypoint.environments.sandbox.choose import Remote
-from rallypoint.environments.shipped.judge import Endpoint
+from rallypoint.environments.shipped.judge import ModelEndpoint
 
 CLIENTS = {
-    "a judge": lambda url: Endpoint(url, "key", 0, 60.0).ask({"messages": []}, str),
+    "a judge": lambda url: ModelEndpoint(url, "key", 0, 60.0).ask({"messages": []}, str),
     "a sandbox": lambda url: Remote(url, "key", pauses_s=()).run("print(42)"),
     "etcd": lambda url: EtcdClient(url, "me:key").call("kv/range", {}),
 }

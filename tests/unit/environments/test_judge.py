@@ -11,7 +11,7 @@ from rallypoint.config import RewardConfig
 from rallypoint.environments.grader import open_grader
 from rallypoint.environments.outcome import DeadlineError, Failure, RewardCall, Scores
 from rallypoint.environments.reward import check_reward_spec
-from rallypoint.environments.shipped.judge import Cache, Endpoint, JudgeError, Rate, read_number, read_verdict
+from rallypoint.environments.shipped.judge import Cache, JudgeError, ModelEndpoint, Rate, read_number, read_verdict
 from rallypoint.errors import RewardError
 
 
@@ -82,7 +82,7 @@ def test_replies_are_kept_on_disk(server, tmp_path):
     cache = str(tmp_path / "new" / "judge.sqlite")
     for _ in range(2):
         assert score(server, ["reply 1", "reply 2"], cache=cache, concurrency=1)[1] == Scores((0.2,), {})
-    again = Endpoint(server.url, None, 0, 60.0, cache=Cache(cache))  # as after a restart
+    again = ModelEndpoint(server.url, None, 0, 60.0, cache=Cache(cache))  # as after a restart
     assert again.ask(server.asked[0][2], str) == "1"
     assert len(server.asked) == 2
 
@@ -120,7 +120,7 @@ def test_an_endpoint_that_sends_a_byte_now_and_then_is_waited_for_until_the_dead
 
 def test_all_attempts_and_pauses_together_have_one_deadline(server):
     server.refusals, slept = [(503, {}), (429, {"Retry-After": "40"}), (429, {"Retry-After": "40"})], []
-    bounded = Endpoint(server.url, None, 9, 60.0, sleep=slept.append, deadline_s=60.0)
+    bounded = ModelEndpoint(server.url, None, 9, 60.0, sleep=slept.append, deadline_s=60.0)
     with pytest.raises(DeadlineError) as error:
         bounded.ask({"messages": [{"content": "reply 1"}]}, str)
     assert (slept, error.value.timeout_s) == ([1.0, 40.0], 60.0)
@@ -134,7 +134,7 @@ def test_an_attempt_may_not_take_longer_than_all_of_them():
 
 
 def endpoint(server, retries, slept):
-    return Endpoint(server.url, None, retries, 60.0, sleep=slept.append)
+    return ModelEndpoint(server.url, None, retries, 60.0, sleep=slept.append)
 
 
 def test_a_busy_endpoint_is_asked_again_after_a_pause_and_as_long_as_it_says(server):
@@ -155,7 +155,7 @@ def test_an_endpoint_that_stays_busy_or_refuses_is_an_error_with_its_words(serve
 
 
 def test_an_endpoint_that_is_not_there_is_an_error(server):
-    gone = Endpoint("http://127.0.0.1:9/v1", None, 1, 5.0, sleep=lambda _: None)
+    gone = ModelEndpoint("http://127.0.0.1:9/v1", None, 1, 5.0, sleep=lambda _: None)
     with pytest.raises(JudgeError, match=r"http://127.0.0.1:9/v1: URLError: .*refused.*, 2 times"):
         gone.ask({"messages": [{"content": "x"}]}, str)
 

@@ -24,7 +24,7 @@ from rallypoint.errors import (
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.client import EpisodeClient, Terms
-from rallypoint.sampling.episode_end import Limits, Results
+from rallypoint.sampling.episode_end import EpisodeLimits, Results
 from rallypoint.types import Trajectory
 
 EXAMPLE = Example("rows.jsonl:3", data_source="rows", prompt=(), ability="", ground_truth="", extra_info={})
@@ -328,7 +328,7 @@ async def hangs_on(client, example):
 
 def test_an_episode_that_hangs_costs_its_deadline_and_shows_where_it_waits():
     for limits, key in (({"turn_s": 0.05}, "turn"), ({"episode_s": 0.05, "turn_s": 9}, "episode")):
-        found = failed(hangs, limits=Limits(**limits))
+        found = failed(hangs, limits=EpisodeLimits(**limits))
         assert (found.kind, found.num_turns) == ("timeout", 1)
         assert f"took more than rollout.{key}_timeout_s=0.05 s" in found.reason
         assert "in waits_for_its_tool\n    await asyncio.Event().wait()" in found.traceback
@@ -339,7 +339,7 @@ def test_an_episode_that_swallows_its_cancellation_is_left_behind_and_samples_no
     mailbox = FakeMailbox()
 
     async def main():
-        terms = Terms(cast("Any", mailbox), cast("Any", TOKENIZER), 12, Limits(turn_s=0.05))
+        terms = Terms(cast("Any", mailbox), cast("Any", TOKENIZER), 12, EpisodeLimits(turn_s=0.05))
         client = cast("Any", EpisodeClient(terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0))
         client.is_test_over = False
         found = await client.rollout(hangs_on)
@@ -354,7 +354,7 @@ def test_an_episode_that_swallows_its_cancellation_is_left_behind_and_samples_no
 
 def test_the_time_in_which_a_response_is_sampled_does_not_count():
     mailbox = FakeMailbox(seconds=0.2)
-    assert have(first_of_two, mailbox=mailbox, limits=Limits(turn_s=0.1, episode_s=0.15))
+    assert have(first_of_two, mailbox=mailbox, limits=EpisodeLimits(turn_s=0.1, episode_s=0.15))
 
 
 def test_a_response_that_nobody_waits_for_any_more_is_given_up():
@@ -366,10 +366,12 @@ def test_a_response_that_nobody_waits_for_any_more_is_given_up():
 def test_a_recorded_failure_is_repeated_where_it_was_and_no_deadline_is_kept_beside_it():
     recorded = RolloutFailed(prompt=7, sample=1, validation=None, num_turns=1, why="timeout", reason="it hung")
     mailbox = FakeMailbox()
-    found = failed(first_of_two, mailbox=mailbox, recorded=recorded, limits=Limits(turn_s=1e-9, hold=lambda: False))
+    found = failed(
+        first_of_two, mailbox=mailbox, recorded=recorded, limits=EpisodeLimits(turn_s=1e-9, hold=lambda: False)
+    )
     assert (found.kind, found.reason, found.num_turns) == ("timeout", "it hung", 1)
     assert len(mailbox.asked) == 1
-    assert have(first_of_two, limits=Limits(turn_s=1e-9, hold=lambda: False))
+    assert have(first_of_two, limits=EpisodeLimits(turn_s=1e-9, hold=lambda: False))
 
 
 async def until_full(prompt, client):

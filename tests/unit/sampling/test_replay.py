@@ -24,7 +24,7 @@ from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.run.folder import anchored
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
 from rallypoint.sampling.groups import PromptsDone
-from rallypoint.sampling.replay import Recorder, Replay, Schedule
+from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 
 SEED = 5
 ORIGIN = Origin(1, {"seed": SEED, "rollout.num_prompts": 8})
@@ -209,7 +209,7 @@ def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up
     async def main():
         journal = heard(said.append)
         recorded = RecordedSchedule((ORIGIN,), (part(0, 7, 3),))
-        replay = Replay(recorded, SEED, journal=journal, timeout_s=0.05, patience_s=0.02)
+        replay = ScheduleReplay(recorded, SEED, journal=journal, timeout_s=0.05, patience_s=0.02)
         with pytest.raises(ScheduleError, match=r"has prompt 7 sample 0 next, which did not come in 0\.05 s"):
             await replay.send(0, SliceRequest(), None)
 
@@ -226,7 +226,7 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
     async def main():
         sent, said = [], []
         journal = heard(said.append)
-        replay = Replay(RecordedSchedule((Origin(2, {}),), events), SEED, journal=journal, timeout_s=60)
+        replay = ScheduleReplay(RecordedSchedule((Origin(2, {}),), events), SEED, journal=journal, timeout_s=60)
         schedule = Schedule(replay=replay)
 
         async def send(asked):

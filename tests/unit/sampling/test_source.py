@@ -34,7 +34,7 @@ from rallypoint.sampling.group import AbandonedError, Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts
-from rallypoint.sampling.replay import Recorder, Replay, Schedule
+from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 from rallypoint.sampling.source import RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
@@ -818,7 +818,7 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
 
     async def again(seed):
         nowhere = Journal(Path(os.devnull))
-        replay = Replay(RecordedSchedule.read(file), CONFIG.seed, journal=nowhere, timeout_s=60)
+        replay = ScheduleReplay(RecordedSchedule.read(file), CONFIG.seed, journal=nowhere, timeout_s=60)
         return (await steps(nowhere, Schedule(replay=replay), seed, 0, 6))[0]
 
     for seed in (3, 4):
@@ -856,7 +856,7 @@ def test_a_schedule_repeats_the_rollouts_that_timed_out_whatever_takes_long_now(
         journal.append(RunBegan(first=0, config={}, software={}, machine=""))
         before = asyncio.run(steps(journal, Schedule(Recorder(journal, Origin(2, {}), CONFIG.seed)), 1))
     is_first[0] = False
-    replay = Replay(RecordedSchedule.read(file), CONFIG.seed, journal=NOWHERE, timeout_s=60)
+    replay = ScheduleReplay(RecordedSchedule.read(file), CONFIG.seed, journal=NOWHERE, timeout_s=60)
     assert asyncio.run(steps(NOWHERE, Schedule(replay=replay), 2)) == before
     assert 0 < before[1] < 24
 

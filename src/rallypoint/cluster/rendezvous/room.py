@@ -158,7 +158,7 @@ class Room:
         return () if self.complete else tuple(rank for rank in range(self.world_size) if rank not in there)
 
     def whereabouts(self, rank: int) -> str:
-        """Say what is known of a rank, in one sentence without a full stop."""
+        """Return what is known of a rank, in one sentence without a full stop."""
         if member := self.member_of(rank):
             return f"{member} came, but did not answer when all were there"
         sighting = next((sighting for sighting in self.sightings if sighting.rank == rank), None)
@@ -175,7 +175,7 @@ class Room:
             return MembershipLostError(f"lost its seat at rendezvous {self.name!r}: {mine}", (mine.rank,))
         return StaleGenerationError(
             f"generation {self.generation} of rendezvous {self.name!r} has begun, with {_listed(self.seats)}: "
-            "whoever belongs to an earlier one has to join again",
+            "ranks of an earlier one have to join again",
             tuple(member.rank for member in self.seats[:3]),
         )
 
@@ -235,7 +235,7 @@ class Room:
         if self.complete and generation is not None:
             return StaleGenerationError(
                 f"{member} came to generation {generation} of rendezvous {self.name!r}, which was complete before: "
-                f"whoever comes back begins generation {generation + 1}",
+                f"the ranks that come back begin generation {generation + 1}",
                 (member.rank,),
             )
         return None

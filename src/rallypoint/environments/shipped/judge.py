@@ -186,7 +186,7 @@ class Cache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Endpoint:
+class ModelEndpoint:
     """Where a model answers, and how patiently it is asked."""
 
     url: str
@@ -275,7 +275,7 @@ class Endpoint:
 def _exchange(
     asked: urllib.request.Request, read: Callable[[Any], AnswerT], timeout_s: float, most_mib: int
 ) -> tuple[list[AnswerT], str, float | None]:
-    """Return what `Endpoint._attempt` does."""
+    """Return what `ModelEndpoint._attempt` does."""
     try:
         return [read(ask(asked, timeout_s, most_mib))], "", 0.0
     except UnusableAnswerError as error:
@@ -297,7 +297,7 @@ def opened(
     timeout_s: float,
     deadline_s: float,
     cache: str | None,
-) -> Endpoint:
+) -> ModelEndpoint:
     """Return an endpoint; the same one for all that ask it in this process.
 
     Raises:
@@ -307,4 +307,4 @@ def opened(
         raise JudgeError(f"the environment variable {key} is not set; it should hold the judge's API key")
     rate = Rate(per_minute, time.monotonic, time.sleep) if per_minute else None
     api_key, kept = os.environ[key] if key else None, Cache(cache) if cache else None
-    return Endpoint(url, api_key, retries, timeout_s, rate, kept, deadline_s=deadline_s)
+    return ModelEndpoint(url, api_key, retries, timeout_s, rate, kept, deadline_s=deadline_s)

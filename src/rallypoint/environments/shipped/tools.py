@@ -181,7 +181,7 @@ SHIPPED_TOOLS: dict[str, Callable[..., Tool | list[DescribedTool]]] = {
 
 
 def check_tool(spec: str, parameters: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with the name of a tool or its parameters; nothing of the user's is run.
+    """Return what is wrong with the name of a tool or its parameters; nothing of the user's is run.
 
     >>> check_tool("pyton", {})
     "expected 'calculator' or 'mcp' or 'python' or 'search' or a function in a file ('path/to/file.py:tool'), found 'pyton'; did you mean 'python'?"

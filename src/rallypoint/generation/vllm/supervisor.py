@@ -1,7 +1,7 @@
 """The life of a vLLM server, and the thread in which it is talked to.
 
-Owns: which server there is, what weights it holds and whether it holds its memory (`Supervisor`, in an event loop); the
-loop's thread and the folder that both processes see (`Connection`, for callers). Must not know: requests.
+Owns: which server there is, its weights, whether it holds its memory (`ServerSupervisor`, in an event loop);
+the loop's thread and the folder that both processes see (`Connection`, for callers). Must not know: requests.
 
 Several engines may share a connection; only one of them is awake at a time. Every wait has a deadline and says what it
 waits for.
@@ -33,7 +33,7 @@ _ADAPTER = "rallypoint"
 """Name under which a server has the adapter that was published last."""
 
 
-class Supervisor:
+class ServerSupervisor:
     """Keeps one server with the weights that were loaded last."""
 
     def __init__(
@@ -283,7 +283,7 @@ class Connection:
         """Version of the weights that the server holds."""
         self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
         self._folder = OwnFolder()
-        self.supervisor = Supervisor(
+        self.supervisor = ServerSupervisor(
             launch,
             self._folder.path,
             version,
