@@ -6,17 +6,22 @@ A session answers at once from a script, over real HTTP on one connection, so a 
 the request, finding what it continues, writing the tail in the chat template, encoding it, the answer.
 Conversations of 1, 16 and 64 turns of 100 characters take turns with sampling: 100 tokens of a model of 3M parameters
 behind as many tokens as the longest conversation has. A token is a character, so texts are long for their words.
+
+Rows `chat` are what `client.chat` adds to a call in process, and `calls` that where every other answer calls a tool;
+behind them is what a rollout of so many turns keeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
+import tracemalloc
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,8 +31,10 @@ from tiny_models import make_tiny_model
 from tool_templates import make_tool_tokenizer
 
 from rallypoint.data import Message
+from rallypoint.environments.chat import Chat
 from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
 from rallypoint.model_files import load_policy
+from rallypoint.sampling.calls import Calls
 from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
 from rallypoint.types import Turn
 
@@ -97,6 +104,37 @@ def main() -> None:
             print(f"{name!s:>8}: {statistics.median(own[1:]) * 1e3:8.1f} ms")
     finally:
         server.stop(lambda: None)
+    for name, num in itertools.product(("chat", "calls"), TURNS):
+        seconds, num_bytes = in_process(tokenizer, stops, num, asked.rounds, has_calls=name == "calls")
+        print(f"{f'{name} {num}':>8}: {seconds * 1e3:8.1f} ms, {num_bytes / 2**20:.2f} MiB")
+
+
+def in_process(tokenizer, stops, num_turns: int, rounds: int, *, has_calls: bool) -> tuple[float, int]:
+    """Return the median seconds of a turn behind so many, and the bytes that the dialogue and the calls have kept."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    tracemalloc.start()
+    chat, calls, times = Chat(tokenizer, stops, ((1,), [Message("user", "x")])), Calls((1,)), list[float]()
+    messages: list[dict[str, object]] = [{"role": "user", "content": QUESTION}]
+    for turn in range(num_turns + rounds):
+        says_call = has_calls and turn % 2 == 0
+        response = tuple(tokenizer.encode(call if says_call else ANSWER, add_special_tokens=False)) + stops[:1]
+        began = time.perf_counter()
+        asked = chat.asked(messages, tools if has_calls else None)
+        begun = calls.begin(asked.tokens)
+        answer = chat.answered(asked, response)
+        times.append(time.perf_counter() - began)
+        zeros = (0.0,) * len(response)
+        numbers = {"logprobs": zeros, "sampled_logprobs": zeros, "version": 0, "truncated": False}
+        calls.end(begun, Turn(prompt=(), response=response, **numbers))
+        if turn == num_turns - 1:
+            kept = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+        given = [
+            {"role": "tool", "tool_call_id": one["id"], "content": QUESTION} for one in answer.get("tool_calls", ())
+        ]
+        messages = given or [{"role": "user", "content": QUESTION}]
+    return statistics.median(times[num_turns:]), kept
 
 
 class Sampling:
