@@ -8,7 +8,7 @@ VENDORS = re.compile(
     r"cuda|(?<!asy)nccl|nvidia|xpu|xccl|rocm(?!ask)|rccl|\bhip\b|\bmps\b|\bhpu\b|\bnpu\b", re.IGNORECASE
 )
 """Not the system call rt_sigprocmask, nor AsyncClient."""
-RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code", "search")
+RECIPES = ("gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-opd", "code", "games", "search")
 EXCEPTIONS = {
     "cluster/pool.py": "the one table: torch's word for what Ray calls a GPU",
     "cluster/ray_process.py": "names of variables of the environment that go to the workers of a joined cluster",
