@@ -10,6 +10,7 @@ import torch
 import yaml
 from metrics_file import read_metrics
 from tiny_models import make_tiny_model
+from tiny_runs import Runs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rallypoint import load_run
@@ -44,10 +45,15 @@ def broken(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model that a run has made."""
+    return Runs(tmp_path_factory.mktemp("made")).run("made", "trainer.num_steps=2", *INLINE).path / "model"
+
+
 @pytest.fixture
-def own(tmp_path, runs):
-    """A folder as a user has it: a model, a jsonl file, a reward file."""
-    made = runs.run("made", "trainer.num_steps=2", *INLINE)
+def own(tmp_path, runs, model):
+    """A folder as a user has it: a jsonl file, a reward file; and a model."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{n:02}"}],
@@ -60,7 +66,7 @@ def own(tmp_path, runs):
 
     def run(name, function, *more, recipe="ppo"):
         keys = (
-            f"model.path={made.path / 'model'}",
+            f"model.path={model}",
             f"data.train={tmp_path / 'train.jsonl'}",
             f"reward.function={tmp_path / 'rewards.py'}:{function}",
             "data.max_prompt_tokens=5",
