@@ -141,11 +141,12 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path):
             verify(checkpoint)
 
 
-def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flipped_bit_of_the_manifest_is_found(tmp_path, step):
     checkpoint = write(tmp_path, 1)
     path = checkpoint / MANIFEST
     content = path.read_bytes()
-    for bit in range(8 * len(content)):
+    for bit in range(0, 8 * len(content), step):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
