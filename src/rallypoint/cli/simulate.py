@@ -14,8 +14,6 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.simulator import Measured, Outcome, Simulation, measured_outcome, read_steps, settled
 
 _LEAST_STEPS = 3
-_FAR = 0.1
-"""Share of a step's seconds by which a simulation may miss what was measured before it is said."""
 _ROW = "{:>4} {:>6}  {:>8} {:>8} {:>13} {:>11} {:>10}"
 
 
@@ -46,7 +44,7 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
         ).run(min(max(5, max_staleness + 1), (num_steps - 1) // 2))  # fmt: skip
         speed, ages = f"x {rows[0, 1].step_s / outcome.step_s:.2f}", outcome.ages
         console.print(_row(max_staleness, window, outcome, speed, f"{sum(ages) / len(ages):.1f} to {max(ages)}"))
-    if abs(missed := rows[own].step_s / found.step_s - 1) > _FAR:
+    if abs(missed := rows[own].step_s / found.step_s - 1) > 0.1:
         console.print(
             f"note: the run's own step is {abs(missed):.0%} {'longer' if missed > 0 else 'shorter'} simulated than "
             "measured, so other rows can be as far off: some of its time is not in the model (docs/async.md)"
