@@ -122,8 +122,10 @@ TWO_REWARDS = "reward.functions=[{name: right, function: digits, weight: 2}, {na
 @pytest.mark.parametrize("name", sorted(set(COMPARES_GROUP) - {"gdpo"}))
 def test_every_advantage_of_groups_can_be_named(name):
     config = load_config("digits-grpo", [f"advantage.name={name}", "advantage.whiten=false"]).config
-    advantages = weigh(batch(), advantage_of(config), kl=None).advantages
-    assert advantages.isfinite().all()
+    rows = batch()
+    if name == "gigpo":
+        rows = dataclasses.replace(rows, turn_states=rows.row_of_token)
+    assert weigh(rows, advantage_of(config), kl=None).advantages.isfinite().all()
 
 
 def test_gdpo_takes_names_and_weights_of_the_rewards():
@@ -178,7 +180,7 @@ def test_every_shipped_recipe_composes_what_it_is_named_after(name):
     adapters = {"lora"} if config.model.lora else set()
     tools = {tool.function for tool in getattr(config.rollout.episode, "tools", ())}
     named = {config.recipe, config.advantage.name, config.loss.name, config.reward.function, "dapo"}
-    composed = named | adapters | tools
+    composed = named | adapters | tools | {data.path.partition(":")[0] for data in config.data.train}
     assert name.rpartition("-")[2] in composed
     if not RECIPES[config.recipe].advantages:  # it learns from examples
         return
