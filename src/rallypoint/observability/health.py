@@ -20,7 +20,11 @@ from typing import Literal
 
 import yaml
 
+from rallypoint.observability.numbers import number
+
 Level = Literal["ok", "watch", "bad"]
+SHARES = {"actor/without_signal", "actor/clip_fraction", "rollout/truncated", "rollout/hidden_tokens"}
+"""Scalars that are said in percent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,26 @@ class Health:
     """The scalar's value; NaN for `healthy`."""
     advice: str = ""
     """Key of the config to turn, and which way: at most 62 characters, a line of the panel at 80 columns."""
+
+    @property
+    def limit(self) -> str:
+        """Beyond what the scalar is watched, as ` above 0.5`; empty if it is no number."""
+        rule = self._rule
+        if rule is None or not math.isfinite(self.value):
+            return ""
+        side, (watch, _) = ("above", rule.above) if rule.above else ("below", rule.below or (math.nan, 0.0))
+        return f" {side} {in_percent(self.name, watch)}"
+
+    @property
+    def distance(self) -> float:
+        """How far the value is beyond its threshold, for one metric."""
+        if self._rule is None or not math.isfinite(self.value):
+            return math.inf
+        return -self.value if self._rule.above is None else self.value
+
+    @property
+    def _rule(self) -> Rule | None:
+        return next((rule for rule in rules() if rule.name == self.name), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,3 +137,8 @@ def _not_finite(name: str, value: float) -> Health:
     lower = f"stop, and lower {role}.optimizer.lr; or was a batch empty?"
     advice = "nothing was scored: mend reward.function, see logs/train.log" if role == "reward" else lower
     return Health(words=f"{name} not finite", level="bad", name=name, value=value, advice=advice)
+
+
+def in_percent(name: str, value: float) -> str:
+    """Write a scalar, in percent if it is a share."""
+    return f"{value:.0%}" if name in SHARES and math.isfinite(value) else number(value)

@@ -44,6 +44,18 @@ def compact(count: float) -> str:
     return f"{count:.0f}"
 
 
+def duration(seconds: float) -> str:
+    """Write seconds in their two largest units.
+
+    >>> [duration(seconds) for seconds in (8.41, 484.0, 7260.0)]
+    ['8.41 s', '8 min 4 s', '2 h 1 min']
+    """
+    if seconds < 60:
+        return f"{number(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Write a number with its noun.
 

@@ -16,8 +16,10 @@ deviation; with its own rate it passes both.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 
 from rallypoint.observability.numbers import finite_mean, number
 
@@ -85,3 +87,20 @@ class RewardTrend:
             "can nearly do it; random weights want about 1e-3), rewards that are all equal in each group, prompts that "
             "are far too hard, a reward.function that looks for a form that the model never writes (see rollouts/)"
         )
+
+
+def jump(values: Sequence[float]) -> int:
+    """Return the place that parts values into two of which each is nearest to its mean.
+
+    >>> jump([1.0, 1.0, 1.1, 1.0, 5.0, 5.0, 5.1])
+    4
+    """
+    sums = list(itertools.accumulate(values))
+    places = range(3, len(values) - 2)  # three on either side: one outlier is no jump
+    return max(places, key=lambda at: sums[at - 1] ** 2 / at + (sums[-1] - sums[at - 1]) ** 2 / (len(values) - at))
+
+
+def error_of_means(values: Sequence[float], width: int) -> float:
+    """Return the standard error of the difference of two means of that many, from neighbours."""
+    gaps = [(b - a) ** 2 / 2 for a, b in itertools.pairwise(values)]
+    return math.sqrt(statistics.fmean(gaps) * 2 / width) if gaps else 0.0

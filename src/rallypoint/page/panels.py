@@ -27,7 +27,7 @@ from rallypoint.journal import (
     RunEnded,
     Said,
 )
-from rallypoint.observability.health import rules
+from rallypoint.observability.health import SHARES, Rule, rules
 from rallypoint.page.run_reader import Snapshot
 from rallypoint.page.timing import JSON, MOST_NOTES, six_digits, spans
 from rallypoint.prepare.plan import make_plan
@@ -37,13 +37,13 @@ from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.rollouts import rollout_files
 
 _SIGNALS = {
-    "actor/without_signal": "learning signal",
+    "actor/without_signal": "groups without signal",
     "actor/approx_kl": "update KL",
     "kl/reference_mean": "KL to the reference",
     "actor/entropy": "entropy",
     "actor/clip_fraction": "clip fraction",
-    "actor/ratio_error": "ratio is 1 at first",
-    "rollout/truncated": "truncation",
+    "actor/ratio_error": "ratio off 1 at first",
+    "rollout/truncated": "truncated rollouts",
     "rollout/logprob_gap_mean": "sampler against trainer",
     "rollout/logprob_gap_max": "sampler against trainer, worst token",
     "rollout/hidden_tokens": "hidden tokens",
@@ -52,8 +52,9 @@ _SIGNALS = {
     "reward/std": "spread of rewards",
     "reward/flat_steps": "steps without a rise",
     "critic/explained_variance": "critic",
+    "actor/teacher_judged": "judged by the teacher",
 }
-"""What a number is about, where there is nothing to say against it."""
+"""What a number is about, whatever it is."""
 _WITHOUT_RULE = {
     "rollout/staleness_mean": ("staleness", "training steps by which the weights that sampled were older"),
     "rollout/response_length": (
@@ -157,7 +158,8 @@ def health_in_words(run: Snapshot) -> JSON:
             thresholds, worse = rule.above or rule.below or (), "above" if rule.above else "below"
             told = {name: getattr(rule, name) for name in ("name", "words", "advice", "reason")}
             signal = _SIGNALS.get(rule.name, rule.name)
-            found[rule.words] = {**told, "signal": signal, "thresholds": list(thresholds), "worse": worse}
+            more = {"is_share": rule.name in SHARES, "excused": _excused(run, rule), "excuse": _excuse(rule)}
+            found[rule.words] = {**told, "signal": signal, "thresholds": list(thresholds), "worse": worse, **more}
     levels: dict[str, list[tuple[int, str]]] = {words: [] for words in found}
     for step, findings in run.findings.items():
         for one in findings:
@@ -166,6 +168,19 @@ def health_in_words(run: Snapshot) -> JSON:
                 found.setdefault(one.words, {"name": one.name, "words": one.words, "advice": one.advice})
                 levels.setdefault(one.words, []).append((step, one.level))
     return {"rules": [rule | {"key": key, "levels": _in_a_row(levels[key])} for key, rule in found.items()]}
+
+
+def _excused(run: Snapshot, rule: Rule) -> list[tuple[int, int, str]]:
+    """Return the steps in a row at which a value is beyond its threshold, and nothing is said of it."""
+    told = {step for step, found in run.findings.items() if any(one.words == rule.words for one in found)}
+    values = ((step, run.steps[step].get(rule.name, math.nan)) for step in run.findings if step not in told)
+    return _in_a_row([(step, "excused") for step, value in values if rule.level(value) != "ok"])
+
+
+def _excuse(rule: Rule) -> str:
+    """Say what excuses a value; empty if nothing does."""
+    good = [f"reward/mean is {rule.unless_reward:g} or more"] if math.isfinite(rule.unless_reward) else []
+    return " or ".join(good + ["a teacher judges every token"] * rule.unless_taught)
 
 
 def _in_a_row(levels: Sequence[tuple[int, str]]) -> list[tuple[int, int, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,10 @@ def file_of(run: Snapshot, step: int, kind: Kind) -> Path:
     """
     file = run.folder.path / "rollouts" / f"{kind}_{step:06d}.parquet"
     if not file.is_file():
-        raise RunFolderError(
-            f"no rollouts of {kind} {step} are kept: older steps are thinned out (tracking.rollouts_gib)"
-        )
+        newest = max(rollout_files(run.folder.path, kind), default=0)
+        thinned = "older steps are thinned out (tracking.rollouts_gib)"
+        why = thinned if step < newest else f"the newest are of step {newest}" if newest else "the run has written none"
+        raise RunFolderError(f"no rollouts of {kind} {step} are kept: {why}")
     return file
 
 
@@ -194,13 +196,14 @@ def table(
         rows = [row for row in rows if any(wanted in (row[name] or "").casefold() for name in texts)]
     of, sign = SORTS.get(sort.lstrip("-"), SORTS["batch"]), -1 if sort.startswith("-") else 1
     rows = sorted(rows, key=lambda row: (of(row) is None, sign * (of(row) or 0)))
-    scores = sorted(row["score"] for row in every if row["score"] is not None)
+    scores = sorted(row["score"] for row in rows if row["score"] is not None)
     return {
         "step": step,
         "kind": kind,
         "total": len(every),
         "filters": {name: sum(name in row["tags"] for row in every) for name in FILTERS},
         "found": len(rows),
+        "group_size": max(Counter(row["prompt_index"] for row in every).values(), default=1),
         "scores": [len(scores), *(_quantile(scores, share) for share in (0.1, 0.5, 0.9))],
         "rows": [cut(row) for row in rows[offset : offset + limit]],
     }

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rallypoint.journal import BatchTaken, RolesStarted
@@ -48,10 +48,8 @@ def time_spent(run: Snapshot, max_points: int = 1000) -> JSON:
     phases = list(dict.fromkeys(name for of_step in seconds.values() for name in of_step))
     busy = {entry.event.step: entry.event.busy_s for entry in run.entries if isinstance(entry.event, BatchTaken)}
     for step, each in busy.items():
-        rank = max(range(len(each)), key=each.__getitem__, default=0)
-        others = [one for place, one in enumerate(each) if place != rank]
-        if others and each[rank] > _STRAGGLES * (middle := statistics.median(others)):
-            stragglers.append({"step": step, "rank": rank, "seconds": each[rank], "median": middle})
+        if (found := _straggler(each)) is not None:
+            stragglers.append({"step": step, "rank": found[0], "seconds": each[found[0]], "median": found[1]})
     counts = Counter(one["rank"] for one in stragglers)
     whole = {step: run.state.steps[step].seconds for step in steps}
 
@@ -69,10 +67,18 @@ def time_spent(run: Snapshot, max_points: int = 1000) -> JSON:
         "stragglers": stragglers[-MOST_NOTES:],
         "slow_ranks": [{"rank": rank, "steps": num, "of": len(busy)} for rank, num in counts.most_common(8)],
         "processes": run.processes,
+        "tokens_without_signal": round(sum(map(_tokens_without_signal, run.steps.values()))),
         "memory": _memory(run),
         "waste": dataclasses.asdict(run.account)
         | {"seconds_wasted": run.account.seconds_wasted, "tokens_wasted": run.account.tokens_wasted},
     }
+
+
+def _straggler(busy_s: Sequence[float]) -> tuple[int, float] | None:
+    """Return the rank that others waited for, and the median of their seconds; None if there is none."""
+    rank = max(range(len(busy_s)), key=busy_s.__getitem__, default=0)
+    others = [one for place, one in enumerate(busy_s) if place != rank]
+    return (rank, middle) if others and busy_s[rank] > _STRAGGLES * (middle := statistics.median(others)) else None
 
 
 def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -82,6 +88,12 @@ def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _tokens(metrics: Mapping[str, float]) -> float:
     return metrics.get(TOKENS_SAMPLED, metrics.get(TOKENS_TRAINED, 0.0))
+
+
+def _tokens_without_signal(metrics: Mapping[str, float]) -> float:
+    """Return about how many tokens of a batch taught nothing: the share of its groups without signal."""
+    share = metrics.get("actor/without_signal", 0.0)
+    return share * _tokens(metrics) if math.isfinite(share) else 0.0
 
 
 def _memory(run: Snapshot) -> list[JSON]:
@@ -116,4 +128,6 @@ def timeline(run: Snapshot, step: int) -> JSON:
         lanes.setdefault((named["process_name", pid, 0], thread), {}).setdefault(row, []).append(bar)
     in_order = sorted(lanes, key=lambda lane: (lane[0] != "driver", lane[0], len(lane[1]), lane[1]))
     rows = [{"role": role, "name": name, "rows": list(lanes[role, name].values())} for role, name in in_order]
-    return {"step": step, "seconds": done.seconds, "lanes": rows}
+    taken = (entry.event for entry in reversed(run.entries) if isinstance(entry.event, BatchTaken))
+    slow = _straggler(next((one.busy_s for one in taken if one.step == step), ()))
+    return {"step": step, "seconds": done.seconds, "lanes": rows, "straggler": None if slow is None else slow[0]}

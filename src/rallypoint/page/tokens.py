@@ -62,7 +62,7 @@ def rollout(run: Snapshot, step: int, place: int, kind: Kind = "step") -> JSON:
         "extras": row["reward_extras"],
         "metrics": row.get("metrics"),
         "turns": _shown_turns(row.get("turns")),
-        "pieces": pieces(tokenizer_of(run), ids),
+        "pieces": _shown_end(pieces(tokenizer_of(run), ids), row),
         "ids": ids,
         "why": why[:size],
         "reasons": reasons,
@@ -153,6 +153,12 @@ def _loaded(file: Path, size: int) -> Tokenizer | None:
         return Loaded.from_file(str(file))
     except Exception:  # noqa: BLE001 - what the library raises has no type of its own; ids are shown instead
         return None
+
+
+def _shown_end(found: list[str], row: JSON) -> list[str]:
+    """Return pieces with the token that ended the response as such, if its text has it not: no tokenizer tells."""
+    is_end = row["finish_reason"] == "stop" and "".join(found[-1:]).strip() and "".join(found[:-1]) == row["response"]
+    return [*found[:-1], "⟨end of text⟩"] if is_end else found
 
 
 _REPLACEMENT, _MOST_OPEN = "\ufffd", 8

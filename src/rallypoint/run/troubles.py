@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,10 +31,10 @@ from rallypoint.journal import (
     read_journal,
 )
 from rallypoint.journal.state import RunState, fold
-from rallypoint.observability.health import Health, Level, health, rules
-from rallypoint.observability.numbers import counted, finite_mean, number
+from rallypoint.observability.health import Health, Level, health, in_percent, rules
+from rallypoint.observability.numbers import counted, duration, finite_mean, number
 from rallypoint.observability.spans import TIME_PREFIX, shares_of, spans_of, top_level
-from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend
+from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend, error_of_means, jump
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import config_of
 from rallypoint.run.rollouts import rollout_files, scores_in
@@ -45,8 +44,6 @@ _LASTS, _NEWEST = 0.2, 5
 """Share of the steps in which a finding must hold, or number of the newest steps in a row."""
 _MOST_FILES = 64
 """Files of rollouts that are read: the newest."""
-_SHARES = {"actor/without_signal", "actor/clip_fraction", "rollout/truncated", "rollout/hidden_tokens"}
-"""Metrics that are said in percent."""
 _PHASES = {
     "rollout": "give it more of the machine: ranks in cluster.pools, or rollout.max_staleness (`rally simulate RUN`)",
     "reward": "a faster reward.function, or more processes for it (reward.num_processes)",
@@ -64,6 +61,13 @@ _WASTES = {
     "trainer waited": (0.4, "give the rollout role more ranks (`rally simulate RUN` estimates what that gains)"),
 }
 """Cause of `rally waste` -> share of the run's seconds above which it is told, and what to do."""
+_FOLLOWS = {
+    "rollout takes most of the time": "rollout rank",
+    "samplers waited": "rollout rank",
+    "groups without signal": "update kl high",
+    "rewards all equal": "update kl high",
+}
+"""Trouble -> how the words of the one begin that it follows from, if that began no later."""
 _MOVED = ("actor/approx_kl", "actor/grad_norm", "actor/clip_fraction", "actor/entropy", "rollout/response_length")
 """Metrics of which one moves when a reward falls."""
 
@@ -81,6 +85,12 @@ class Trouble:
     first: int | None = None
     """First step of it; None if it belongs to no step."""
     last: int | None = None
+    name: str = ""
+    """Metric that says so, or how the names of several begin; empty if none does."""
+    prompts: tuple[str, ...] = ()
+    """Names of prompts with which the evidence ends."""
+    follows: str = ""
+    """Words of the trouble that it follows from."""
 
     @property
     def steps(self) -> str:
@@ -137,11 +147,23 @@ def troubles(entries: Iterable[Entry], folder: RunFolder | None = None) -> list[
     state = fold(entry.event for entry in entries)
     is_over = folder is not None and not folder.is_in_use()
     story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)], is_over)
-    of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_time, _of_ranks, _of_waste) if story.steps else ()
+    of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_ranks, _of_time, _of_waste) if story.steps else ()
     found = [trouble for check in (*of_steps, _of_ends, _of_clock) for trouble in check(story)]
     if folder is not None:
         found += _of_prompts(folder.path)
-    return sorted(found, key=lambda one: one.level != "bad")
+        found = [dataclasses.replace(one, advice=one.advice.replace("RUN", str(folder.path))) for one in found]
+    found = [_after_its_cause(one, found) for one in found]
+    return sorted(found, key=lambda one: (one.level != "bad", one.follows != ""))
+
+
+def _after_its_cause(one: Trouble, found: Iterable[Trouble]) -> Trouble:
+    """Return a trouble with the one that it follows from, whose advice is then the one to heed."""
+    begins = _FOLLOWS.get(one.words)
+    causes = (other for other in found if begins and other.words.startswith(begins))
+    cause = next((other for other in causes if (other.first or 0) <= (one.first or math.inf)), None)
+    if cause is None:
+        return one
+    return dataclasses.replace(one, follows=cause.words, advice=f"follows from: {cause.words}")
 
 
 def _of_health(story: _Story) -> Iterator[Trouble]:
@@ -161,26 +183,14 @@ def _of_health(story: _Story) -> Iterator[Trouble]:
         if not (lasts or name in never or not math.isfinite(found[0][1].value)):
             continue
         num_bad = sum(item.level == "bad" for _, item in found)
-        worst_place, worst = max(found, key=lambda one: _distance(one[1]))
-        mean = finite_mean([item.value for _, item in found])
-        said = f"{name} {_amount(name, mean)} in the mean of {len(found)} of {counted(len(story.steps), 'step')}"
-        if len(found) > 1:
-            said += f", {_amount(name, worst.value)} in step {story.steps[worst_place].step}"
+        worst_place, worst = max(found, key=lambda one: one[1].distance)
+        of = f"in {len(found)} of {counted(len(story.steps), 'step')}"
+        mean, peak = (in_percent(name, value) for value in (finite_mean([one.value for _, one in found]), worst.value))
+        values = f"mean {mean}, worst {peak}" if len(found) > 1 else peak
+        said = f"{name}{worst.limit} {of}: {values} (step {story.steps[worst_place].step})"
         first, last = story.steps[places[0]].step, story.steps[places[-1]].step
         level: Level = "bad" if 2 * num_bad >= len(found) else "watch"
-        yield Trouble(level, words, said, worst.advice, first, last)
-
-
-def _distance(item: Health) -> float:
-    """Return how far a value is beyond its threshold, for one metric."""
-    rule = next((rule for rule in rules() if rule.name == item.name), None)
-    if rule is None or not math.isfinite(item.value):
-        return math.inf
-    return -item.value if rule.above is None else item.value
-
-
-def _amount(name: str, value: float) -> str:
-    return f"{value:.0%}" if name in _SHARES and math.isfinite(value) else number(value)
+        yield Trouble(level, words, said, worst.advice, first, last, name)
 
 
 def _of_fall(story: _Story) -> Iterator[Trouble]:
@@ -193,41 +203,34 @@ def _of_fall(story: _Story) -> Iterator[Trouble]:
     means = [finite_mean(rewards[at : at + width]) for at in range(len(rewards) - width + 1)]
     earlier = means[: len(rewards) - 2 * width + 1]
     drop = max(earlier) - means[-1]
-    spread, noise = finite_mean(story.series(SPREAD)), _error(rewards, width)
+    spread, noise = finite_mean(story.series(SPREAD)), error_of_means(rewards, width)
     if drop <= max(4 * noise, 0.25 * spread if spread > 0 else 0.0):
         return
     best = max(at for at, mean in enumerate(earlier) if mean >= max(earlier) - 0.05 * drop)  # the last before it fell
     half = means[best] - drop / 2
     fell = next(at for at in range(best, len(means)) if means[at] < half)
-    moved = _moved(story, best, best + width)
+    moved, name = _moved(story, best)
     kept = max((step for step in story.state.checkpoints if step <= story.steps[best + width - 1].step), default=0)
-    again = f"rally train RUN --resume --from-step {kept}" if kept else "a new run"
+    again = f"go on: rally train RUN --resume --from-step {kept}" if kept else "begin a new run"
     high = "-".join(map(str, story.range(best, best + width)))
     said = f"{REWARD} {number(means[best])} in steps {high}, {number(means[-1])} in the last {width}{moved}"
-    advice = f"lower actor.optimizer.lr, or bound the update (kl.coef, actor.num_epochs), and go on: {again}"
-    yield Trouble("bad", "reward fell", said, advice, *story.range(fell, len(rewards)))
+    advice = f"lower actor.optimizer.lr, or bound the update (kl.coef, actor.num_epochs), and {again}"
+    yield Trouble("bad", "reward fell", said, advice, *story.range(fell, len(rewards)), name)
 
 
-def _moved(story: _Story, begin: int, end: int) -> str:
-    """Name the metric that differs most, in the logarithm, after some steps from what it was in them."""
-    found = list[tuple[float, str]]()
+def _moved(story: _Story, begin: int) -> tuple[str, str]:
+    """Name the metric that jumped highest from some step on, in the logarithm, with its means before and after."""
+    found = list[tuple[float, str, str]]()
     for name in _MOVED:
-        values = story.series(name)
-        before, after = finite_mean(values[begin:end]), finite_mean(values[-story.width :])
-        if not (before > 0 and after > 0) or abs(math.log(after / before)) < math.log(2):
+        values = [(at, value) for at, value in enumerate(story.series(name)) if at >= begin and 0 < value < math.inf]
+        if len(values) < 6:
             continue
-        middle, rises = math.sqrt(before * after), after > before
-        others = [at for at in range(end - 1, len(values)) if (values[at] > middle) == rises]
-        at = others[0] if others else len(values) - 1
-        said = f"; {name} {_amount(name, before)} -> {_amount(name, after)} from step {story.steps[at].step} on"
-        found.append((abs(math.log(after / before)), said))
-    return max(found)[1] if found else ""
-
-
-def _error(values: Sequence[float], width: int) -> float:
-    """Return the standard error of the difference of two means of that many, from neighbours."""
-    gaps = [(b - a) ** 2 / 2 for a, b in itertools.pairwise(values)]
-    return math.sqrt(statistics.fmean(gaps) * 2 / width) if gaps else 0.0
+        place = jump([math.log(value) for _, value in values])
+        before, after = (finite_mean([value for _, value in part]) for part in (values[:place], values[place:]))
+        if (size := abs(math.log(after / before))) >= math.log(2):
+            amounts = f"{in_percent(name, before)} -> {in_percent(name, after)}"
+            found.append((size, f"; {name} {amounts} from step {story.steps[values[place][0]].step} on", name))
+    return max(found)[1:] if found else ("", REWARD)
 
 
 def _of_kl(story: _Story) -> Iterator[Trouble]:
@@ -240,12 +243,12 @@ def _of_kl(story: _Story) -> Iterator[Trouble]:
     kl, rewards = story.series(name), story.series(REWARD)
     before, after = finite_mean(kl[half - width : half]), finite_mean(kl[-width:])
     rise = finite_mean(rewards[-width:]) - finite_mean(rewards[half - width : half])
-    enough = max(2 * _error(rewards[half - width :], width), 0.05 * finite_mean(story.series(SPREAD) or [0.0]))
+    enough = max(2 * error_of_means(rewards[half - width :], width), 0.05 * finite_mean(story.series(SPREAD) or [0.0]))
     if not (after > 1.3 * before and after - before > 0.01) or not rise < enough:
         return
     said = f"{name} {number(before)} -> {number(after)}, {REWARD} {rise:+.3g}"
     advice = "raise kl.coef, lower actor.optimizer.lr, or stop: validate, and keep the best (checkpoint.keep_best)"
-    yield Trouble("watch", "KL grows, the reward does not", said, advice, *story.range(half - width, len(kl)))
+    yield Trouble("watch", "KL grows, the reward does not", said, advice, *story.range(half - width, len(kl)), name)
 
 
 def _of_lengths(story: _Story) -> Iterator[Trouble]:
@@ -261,7 +264,8 @@ def _of_lengths(story: _Story) -> Iterator[Trouble]:
     at = next(at for at in range(len(lengths)) if lengths[at] < (before + after) / 2)
     said = f"rollout/response_length {number(before)} -> {number(after)} tokens, {REWARD} {gained:+.3g}"
     advice = "does reward.function pay the empty answer? rally show RUN --best 3, and rally check-reward RUN"
-    yield Trouble("bad", "answers vanish, and earn more", said, advice, *story.range(at, len(lengths)))
+    steps = story.range(at, len(lengths))
+    yield Trouble("bad", "answers vanish, and earn more", said, advice, *steps, "rollout/response_length")
 
 
 def _of_time(story: _Story) -> Iterator[Trouble]:
@@ -275,7 +279,9 @@ def _of_time(story: _Story) -> Iterator[Trouble]:
         if share >= 0.7 and name in _PHASES:
             each = [f"{number(seconds / len(story.steps))} s" for seconds in (spent[name], whole_s)]
             said = f"{share:.0%} of the time of a step, {each[0]} of {each[1]}"
-            yield Trouble("watch", f"{name} takes most of the time", said, _PHASES[name], first, last)
+            yield Trouble(
+                "watch", f"{name} takes most of the time", said, _PHASES[name], first, last, f"{TIME_PREFIX}{name}"
+            )
     between = {
         "validation": (story.state.validations, "validate", "raise validation.every_steps, or shorten data.validation"),
         "saving": (story.state.checkpoints, "checkpoint", "raise checkpoint.every_steps"),
@@ -283,8 +289,8 @@ def _of_time(story: _Story) -> Iterator[Trouble]:
     for words, (events, name, advice) in between.items():
         took_s = math.fsum(event.metrics.get(TIME_PREFIX + name, 0.0) for event in events.values())
         if took_s > 0.3 * (whole_s + took_s):
-            said = f"{number(took_s)} s beside {number(whole_s)} s of steps"
-            yield Trouble("watch", f"{words} takes long", said, advice)
+            said = f"{duration(took_s)} beside {duration(whole_s)} of steps"
+            yield Trouble("watch", f"{words} takes long", said, advice, name=f"{TIME_PREFIX}{name}")
 
 
 def _of_ranks(story: _Story) -> Iterator[Trouble]:
@@ -312,7 +318,7 @@ def _of_ranks(story: _Story) -> Iterator[Trouble]:
         said = f"busy {number(mine)} s a step, the others {number(others)} s; slowest in "
         said += f"{times} of {counted(len(same), 'step')}"
         advice = f"look at its machine{place}: heat, other jobs, a slower device; `rally doctor` there"
-        yield Trouble("watch", f"{role} rank {slowest} is slow", said, advice, first, last)
+        yield Trouble("watch", f"{role} rank {slowest} is slow", said, advice, first, last, f"{TIME_PREFIX}{role}")
 
 
 def _of_waste(story: _Story) -> Iterator[Trouble]:
@@ -322,8 +328,8 @@ def _of_waste(story: _Story) -> Iterator[Trouble]:
         if waste.seconds > share * found.seconds > 0:
             how_often = f", {counted(waste.num, waste.unit)}" if waste.num else ""
             part = f"{waste.seconds / found.seconds:.0%}"
-            said = f"{part}: {number(waste.seconds)} s of {number(found.seconds)} s{how_often}"
-            yield Trouble("watch", waste.cause, said, advice)
+            said = f"{part}: {duration(waste.seconds)} of {duration(found.seconds)}{how_often}"
+            yield Trouble("watch", waste.cause, said, advice, name=TIME_PREFIX)
 
 
 def _of_ends(story: _Story) -> Iterator[Trouble]:
@@ -377,9 +383,11 @@ def _of_prompts(folder: Path) -> Iterator[Trouble]:
     never = [name for name in known if best[name] <= lowest]
     if len(known) < 4 or not 0.3 * len(known) <= len(never) < len(known):
         return
+    some, more = tuple(never[:3]), f" and {len(never) - 3} more" if len(never) > 3 else ""
     said = (
         f"{len(never) / len(known):.0%} of {counted(len(known), 'prompt')} earned {number(lowest)}, the lowest score, "
-        f"in all of {counted(sum(len(groups[name]) for name in never), 'group')}: {', '.join(never[:3])}"
+        f"in all of their {counted(sum(len(groups[name]) for name in never), 'group')} in the last "
+        f"{counted(len(files), 'step')} with rollouts: {', '.join(some)}{more}"
     )
     advice = "leave them out of data.train, or set rollout.dynamic_sampling; is their ground truth right?"
-    yield Trouble("watch", "prompts that nobody solves", said, advice, min(files), max(files))
+    yield Trouble("watch", "prompts that nobody solves", said, advice, name="actor/without_signal", prompts=some)

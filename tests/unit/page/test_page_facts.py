@@ -102,7 +102,7 @@ def test_prompts_that_are_impossible_are_the_groups_without_signal(planted):
 def test_a_rollout_is_shown_token_by_token(planted):
     rows = asked(planted["sound"], "rollouts", step=2, only="trained")["rows"]
     one = asked(planted["sound"], "rollout", step=2, place=rows[0]["place"])
-    assert "".join(one["pieces"])[:-1] == one["response"]
+    assert "".join(one["pieces"]) == one["response"] + "⟨end of text⟩"
     assert (
         len(one["pieces"]) == len(one["advantages"]) == len(one["ratio"]) == len(one["difference"]) == len(one["why"])
     )
@@ -221,7 +221,14 @@ def test_what_broke_has_starts_losses_and_the_first_traceback_of_each_kind(plant
 
 def test_staleness_and_lengths_belong_to_health(planted):
     cards = {one["signal"] for one in asked(planted["sound"], "health")["rules"]}
-    assert {"staleness", "length of responses", "learning signal", "entropy", "clip fraction", "update KL"} <= cards
+    assert {
+        "staleness",
+        "length of responses",
+        "groups without signal",
+        "entropy",
+        "clip fraction",
+        "update KL",
+    } <= cards
 
 
 def test_the_page_opens_with_what_its_recipe_watches(tmp_path):

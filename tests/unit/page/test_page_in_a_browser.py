@@ -206,7 +206,7 @@ def test_a_straggler_is_found_from_the_page_alone(browser, tmp_path):
             "[lane.querySelector('.lane-name').textContent, Math.max(0, ...[...lane.querySelectorAll('.bar')]"
             ".map((bar) => bar.getBoundingClientRect().width))]))"
         )
-        assert widths["groups, rank 2"] > 3 * widths["groups, rank 1"]
+        assert widths["rollout rank 2, slow"] > 3 * widths["rollout rank 1"]
         assert widths["actor rank 2"] > 0
 
 
@@ -220,7 +220,7 @@ def test_a_reward_that_pays_the_empty_answer_is_found_from_the_page_alone(browse
         choose(browser, "#choose-sort", "-score")
         shows(browser, ".rollout-row .rollout-text", "(empty)")
         shows(browser, ".rollout-row .rollout-score", "1")
-        shows(browser, ".reasons", "1 tokens")
+        shows(browser, ".reasons", "1 token ")
 
 
 def test_prompts_that_nobody_solves_are_found_from_the_page_alone(browser, tmp_path):
@@ -366,7 +366,7 @@ def test_a_run_without_rewards_shows_its_loss(browser, tmp_path):
     with PageServer([RunReader(run.path)]) as server:
         browser.leave()
         browser.go(server.url)
-        shows(browser, ".tiles", "best1.25step 2")
+        shows(browser, ".tiles", "best of the run1.25step 2")
         keys = texts(browser, "#headline .chart.wide .key")
         assert keys == ["loss 2", "validation 2"]
 

@@ -109,7 +109,7 @@ def after(start, high, low):
     [
         (
             (BEGAN, *steps(actor__without_signal=lambda step: 0.74)),
-            *("groups without signal", "watch", "74% in the mean of 80 of 80 steps", (1, 80), "dynamic_sampling"),
+            *("groups without signal", "watch", "50% in 80 of 80 steps: mean 74%", (1, 80), "dynamic_sampling"),
         ),
         (
             (BEGAN, *steps(time_s__rollout=lambda step: 8.0, time_s__learn=lambda step: 2.0)),
@@ -125,15 +125,15 @@ def after(start, high, low):
         ),
         (
             (BEGAN, *steps(reward__failed=lambda step: 3 if step == 9 else 0)),
-            *("rewards failing", "bad", "3.00 in the mean of 1 of 80 steps", (9, 9), "reward.function"),
+            *("rewards failing", "bad", "1 of 80 steps: 3.00 (step 9)", (9, 9), "reward.function"),
         ),
         (
             (BEGAN, *steps(rollout__logprob_gap_mean=after(70, 0.05, 0.001))),
-            *("rollout/train gap", "watch", "0.0500 in the mean of 10 of 80", (71, 80), "model.dtype"),
+            *("rollout/train gap", "watch", "above 0.0200 in 10 of 80 steps: mean 0.0500", (71, 80), "model.dtype"),
         ),
         (
             (BEGAN, *steps(actor__entropy=after(40, 0.01, 1.0), reward__mean=lambda step: 0.2 + step / 400)),
-            *("entropy collapsed", "bad", "actor/entropy 0.0100", (41, 80), "rollout.temperature"),
+            *("entropy collapsed", "bad", "below 0.100 in 40 of 80", (41, 80), "rollout.temperature"),
         ),
         (
             (BEGAN, *steps(actor__loss=lambda step: math.nan if step == 5 else 0.1)),
@@ -154,8 +154,8 @@ def after(start, high, low):
         (KILLED, "done again", "watch", "40 steps", (None, None), "checkpoint.every_steps"),
         (KILLED, "killed", "watch", "1 start without an end, after step 40", (None, None), "kill -9"),
         ((BEGAN, LOST, *steps()), "rollout lost a process", "watch", "out of memory", (7, 7), "cache_tokens"),
-        ((BEGAN, *steps(), *SLOW_VALIDATION), "validation takes long", "watch", "800 s", (None, None), "every_steps"),
-        ((BEGAN, *steps(), *SLOW_SAVING), "saving takes long", "watch", "720 s", (None, None), "every_steps"),
+        ((BEGAN, *steps(), *SLOW_VALIDATION), "validation takes long", "watch", "13 min", (None, None), "every_steps"),
+        ((BEGAN, *steps(), *SLOW_SAVING), "saving takes long", "watch", "12 min", (None, None), "every_steps"),
         ((BEGAN, FAILED), "failed", "bad", "ModelError: no", (None, None), "logs"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
@@ -168,6 +168,20 @@ def test_each_planted_trouble_is_found_with_its_number_steps_and_key(events, wor
     first, last = where
     assert trouble.last == last
     assert first is None or trouble.first == first
+
+
+def test_what_follows_from_another_trouble_comes_after_it_and_says_so():
+    slow = steps(time_s__rollout=lambda step: 8.0, time_s__learn=lambda step: 2.0)
+    events = [BEGAN, STARTED, *BUSY, *slow]
+    words = [one.words for one in troubles(Entry(number, number, event) for number, event in enumerate(events))]
+    assert words.index("rollout rank 1 is slow") < words.index("rollout takes most of the time")
+    late = found(*events)["rollout takes most of the time"]
+    assert late.follows == "rollout rank 1 is slow"
+    assert "cluster.pools" not in late.advice
+    silent = steps(actor__approx_kl=after(20, 0.3, 0.001), actor__without_signal=after(40, 1.0, 0.1))
+    assert found(BEGAN, *silent)["groups without signal"].follows == "update kl high"
+    earlier = steps(actor__approx_kl=after(40, 0.3, 0.001), actor__without_signal=after(20, 1.0, 0.1))
+    assert found(BEGAN, *earlier)["groups without signal"].follows == ""
 
 
 def test_a_fall_of_the_reward_is_dated_to_the_steps_in_which_it_fell():
@@ -232,7 +246,7 @@ def test_the_fault_of_each_planted_run_is_found(tmp_path):
     }
     for kind, words in faults.items():
         assert [other for other, found in of_run.items() if words in found] == [kind]
-    assert "actor/approx_kl 0.0193 -> 0.300 from step 60 on" in of_run["hot"]["reward fell"].evidence
+    assert "actor/approx_kl 0.0045 -> 0.300 from step 60 on" in of_run["hot"]["reward fell"].evidence
 
 
 def write_rollouts(folder, step, rows):
@@ -258,8 +272,11 @@ def run(tmp_path):
 def test_prompts_that_nobody_solves_are_counted_from_the_rollouts_and_a_damaged_file_costs_itself_only(run):
     of_run = {one.words: one for one in troubles_of(run)}
     never = of_run["prompts that nobody solves"]
-    assert "50% of 8 prompts earned 0.000, the lowest score, in all of 16 groups: t:1, t:3, t:5" in never.evidence
-    assert (never.first, never.last) == (1, 5)
+    assert (
+        "lowest score, in all of their 16 groups in the last 5 steps with rollouts: t:1, t:3, t:5 and 1 more"
+        in never.evidence
+    )
+    assert (never.first, never.prompts) == (None, ("t:1", "t:3", "t:5"))
     assert of_run["rollouts damaged"].first == 5
 
 
@@ -268,7 +285,7 @@ def test_the_command_prints_the_worst_first_and_exits_with_1_if_something_is_bad
     assert result.exit_code == 1, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "✖ rollouts truncated, steps 1 to 8"
-    assert lines[1].startswith("  rollout/truncated 70% in the mean of 8 of 8 steps")
+    assert lines[1].startswith("  rollout/truncated above 20% in 8 of 8 steps: mean 70%")
     assert lines[2].startswith("  -> raise rollout.max_response_tokens")
 
 

@@ -125,6 +125,7 @@ export function chart({ title, note = "", lines, bands = [], limits = [], height
     const where = at ?? nearest(steps, current ?? steps[steps.length - 1]);
     const isElsewhere = (at ?? null) === null && current !== null && where !== null && steps[where] !== current;
     values.replaceChildren(
+      ...(typeof at === "number" ? [el("span", {}, `step ${steps[at]}`)] : []),
       ...lines.flatMap((line, index) => {
         if (line.hidden && !line.label) return [];
         const value = where === null ? null : (line.shown ?? one.plot.data[index + 1])[where];

@@ -33,6 +33,9 @@ export function number(value, digits = 4) {
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${number(100 * share, 3)} %`);
 
+/** Write a number with its noun. */
+export const counted = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** Write seconds in their largest unit. */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";

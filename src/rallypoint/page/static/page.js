@@ -1,7 +1,7 @@
 // The page: which run and step it is at, its panels, and the keys.
 
 import { chart, LINES, showStep } from "./charts.js";
-import { duration, el, fill, message, number, visible } from "./dom.js";
+import { counted, duration, el, fill, mark, message, number, visible } from "./dom.js";
 import {
   drawAnswers, drawBatch, drawBroken, drawComparison, drawHealth, drawLanes, drawProvenance, drawTime, drawTroubles, metricChart,
 } from "./panels.js";
@@ -29,6 +29,7 @@ const state = {
   open: null, // the finding whose evidence is shown
   added: [], // metrics that were searched
   pinned: null,
+  troubles: [], // what has lasted
 };
 
 // Panels: each is drawn anew when what it shows has changed and it can be seen. What goes wrong costs one panel.
@@ -38,7 +39,7 @@ const PANELS = {
   health: ["Health", "What lasted, as rally doctor says it, and below what the numbers of this step say, worst first: each opens its meaning, its evidence, and the key to turn."],
   rollouts: ["Rollouts", "What was sampled in this step, how it scored, and what was trained of it."],
   time: ["Where time goes", "Seconds of each step by phase, ranks that others waited for, memory beside its plan, and what bought nothing."],
-  broke: ["What broke", "Starts and how they ended, lost processes, what failed with the first traceback, and checkpoints set aside."],
+  broke: ["Crashes and restarts", "Starts and how they ended, lost processes, what failed with the first traceback, and checkpoints set aside."],
   batch: ["The arithmetic of the batch", "How prompts become rows, mini-batches and micro-batches over ranks, with the numbers of this run."],
   provenance: ["Provenance", "Config against defaults, versions, seed, and digests of what decided the weights."],
   compare: ["Comparison", "What two runs differ in, the first event that is not the same, and the same prompts' answers."],
@@ -75,7 +76,7 @@ const DRAW = {
     const [facts, found] = await Promise.all([ask("health", { run: state.run }), ask("troubles", { run: state.run })]);
     state.health = facts;
     await loadCurves();
-    drawTroubles(troubles, found, setStep);
+    drawTroubles(troubles, found, { onStep: setStep, onOpen: openTrouble, onPrompt: followPrompt });
     health();
     fill(body, troubles, signals);
   },
@@ -86,7 +87,7 @@ const DRAW = {
       return;
     }
     if (!rollouts) {
-      rollouts = rolloutPanel(inside, { onPin: pin });
+      rollouts = rolloutPanel(inside, { onPin: togglePin, isPinned: (name) => name === state.pinned });
       fill(body, pinned, inside);
     }
     await rollouts.show(state.run, state.step);
@@ -129,6 +130,7 @@ function setStep(step, { isAtEnd } = {}) {
     // In a frame of a notebook the page has no address.
   }
   showStep(state.step);
+  markPin();
   turn += 1;
   clearTimeout(waiting);
   waiting = setTimeout(ofStep, 8);
@@ -185,9 +187,9 @@ function tilesOfStep() {
     tiles,
     tile(label, number(metrics[metric], 3), "mean of the step"),
     one.validation in validation && tile("validation", number(validation[one.validation], 3), "newest so far"),
-    one.best && tile("best", number(one.best.score, 3), `step ${one.best.step}`),
+    one.best && tile("best of the run", number(one.best.score, 3), `step ${one.best.step}`),
     "rollout/response_length" in metrics && tile("tokens a response", number(metrics["rollout/response_length"], 3), "mean"),
-    tile("at work", duration(one.seconds), `${number(one.step)} steps`),
+    tile("at work", duration(one.seconds), counted(one.step, "step")),
   );
 }
 
@@ -225,13 +227,35 @@ async function headline(body) {
   const removed = (name) => () => ((state.added = state.added.filter((one) => one !== name)), drawn("headline"));
   const perRun = state.runs.map((run) => ({ run, curves: state.curves[run] }));
   fill(few, names.map((name) => metricChart(name, perRun, setStep, state.added.includes(name) && removed(name))));
-  if (!curve.isConnected) fill(body, tiles, curve, el("div", { class: "tools" }, search, options), few);
+  if (!curve.isConnected) fill(body, verdicts, tiles, curve, el("div", { class: "tools" }, search, options), few);
   showStep(state.step);
 }
 
 function health() {
   const data = { step: state.step, metrics: state.values.metrics, curves: state.curves[state.run] };
   drawHealth(signals, state.health, state.open, data, { onStep: setStep, onOpen: (key) => ((state.open = key), health()) });
+}
+
+/** Open the tile of a trouble; what has none stands where time goes, or among the crashes. */
+function openTrouble(one) {
+  const rules = state.health.rules.filter((rule) => rule.name === one.name);
+  const rule = rules.find((each) => each.words === one.words) ?? rules[0];
+  if (rule) Object.assign(state, { open: rule.key });
+  health();
+  const place = rule ? signals.querySelector(".evidence") : document.getElementById(one.name.startsWith("time_s/") ? "time" : "broke");
+  place?.scrollIntoView({ behavior: "smooth", block: rule ? "center" : "start" });
+}
+
+/** Tell on the first screen how many findings have lasted, worst first. */
+async function loadVerdicts() {
+  state.troubles = (await ask("troubles", { run: state.run }).catch(() => ({ troubles: [] }))).troubles;
+  const worst = state.troubles.some((one) => one.level === "bad") ? "bad" : "watch";
+  for (const node of [badge, document.querySelector("nav [href='#health']")]) {
+    node.querySelector(".badge")?.remove();
+    if (state.troubles.length) node.append(el("span", { class: `badge ${worst}`, title: counted(state.troubles.length, "finding") }, String(state.troubles.length)));
+  }
+  fill(verdicts, state.troubles.map((one) =>
+    el("button", { class: `plain small verdict ${one.follows ? "follows" : ""}`, title: one.evidence, on: { click: () => openTrouble(one) } }, mark(one.level), visible(one.words))));
 }
 
 async function addMetric(name) {
@@ -241,21 +265,51 @@ async function addMetric(name) {
   await drawn("headline");
 }
 
+/** Change what is pinned, and keep what is looked at where it is. */
+async function togglePin(name) {
+  const before = inside.getBoundingClientRect().top;
+  document.documentElement.style.overflowAnchor = "none"; // or the browser would move the page as well
+  if (state.pinned === name) Object.assign(state, { pinned: null }) && fill(pinned);
+  else await pin(name);
+  rollouts?.mark();
+  scrollBy({ top: inside.getBoundingClientRect().top - before, behavior: "instant" });
+  requestAnimationFrame(() => requestAnimationFrame(() => (document.documentElement.style.overflowAnchor = "")));
+}
+
+/** Mark the step in the strip of the pinned prompt. */
+function markPin() {
+  for (const node of pinned.querySelectorAll(".pin-step")) {
+    const isHere = Number(node.dataset.step) === state.step;
+    node.toggleAttribute("aria-current", isHere);
+    if (isHere) node.parentElement.scrollLeft = node.offsetLeft - node.parentElement.offsetLeft - (node.parentElement.clientWidth - node.clientWidth) / 2;
+  }
+}
+
+/** Pin a prompt, and go to the newest step in which it was sampled. */
+async function followPrompt(name) {
+  if (!rollouts) await drawn("rollouts");
+  if (state.pinned !== name) await togglePin(name);
+  const newest = Number([...pinned.querySelectorAll(".pin-step")].at(-1)?.dataset.step);
+  await rollouts?.search(name);
+  if (newest) setStep(newest);
+  document.getElementById("rollouts").scrollIntoView({ behavior: "smooth" });
+}
+
 async function pin(name) {
   state.pinned = name;
   const found = await ask("prompt", { run: state.run, name });
   const rows = found.steps.map((one) =>
-    el("button", { class: "pin-step", on: { click: () => setStep(one.step) } },
+    el("button", { class: "pin-step", data: { step: one.step }, on: { click: () => setStep(one.step) } },
       el("b", {}, `step ${one.step}`),
       el("span", {}, one.scores.map((score) => number(score, 2)).join("  ")),
       el("i", {}, visible(one.response).slice(0, 160)),
     ));
-  const unpin = () => ((state.pinned = null), fill(pinned));
   const head = el("div", { class: "detail-head" },
     el("h3", {}, `pinned: ${visible(name)}`),
-    el("span", { class: "quiet" }, `in ${found.steps.length} steps`),
-    el("button", { class: "plain", on: { click: unpin } }, "unpin"));
+    el("span", { class: "quiet" }, `in ${counted(found.steps.length, "step")}`),
+    el("button", { class: "plain", on: { click: () => togglePin(name) } }, "unpin"));
   fill(pinned, head, el("div", { class: "pins" }, rows));
+  markPin();
 }
 
 // Loading
@@ -305,6 +359,7 @@ async function update() {
       await load();
       await drawStale();
       await loadSpread();
+      await loadVerdicts();
       if (state.pinned) await pin(state.pinned);
     } catch {
       // The server has ended; the mark in the head says so.
@@ -326,7 +381,7 @@ async function setRun(run) {
   state.isAtEnd = false;
   await load();
   await Promise.all([...stale].map(drawn));
-  await loadSpread();
+  await Promise.all([loadSpread(), loadVerdicts()]);
 }
 
 // The frame
@@ -342,6 +397,8 @@ const alive = el("span", { class: "alive", title: "live" });
 const slider = el("input", { type: "range", min: "0", max: "0", id: "slider", "aria-label": "step" });
 const stepLabel = el("span", { id: "step", class: "step" });
 const tiles = el("div", { class: "tiles" });
+const verdicts = el("div", { class: "wrap verdicts" });
+const badge = el("a", { href: "#health" });
 const curve = el("div", {});
 const few = el("div", { class: "charts" });
 const options = el("datalist", { id: "metrics" });
@@ -382,6 +439,8 @@ function theme(next) {
   }
   showStep(state.step);
 }
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showStep(state.step));
 
 // Keys: what each does, and how `?` tells of it
 
@@ -433,8 +492,8 @@ function help() {
 function frame() {
   const ids = Object.keys(PANELS).filter((id) => id !== "compare" || state.runs.length > 1);
   const button = (text, run, label) => el("button", { class: "plain", title: label, "aria-label": label, on: { click: run } }, text);
-  const links = ids.map((id) => el("a", { href: `#${id}` }, { broke: "what broke", headline: "overview" }[id] ?? id));
-  for (const link of links) {
+  const links = ids.map((id) => el("a", { href: `#${id}` }, { broke: "crashes", headline: "overview" }[id] ?? id));
+  for (const link of [...links, badge]) {
     link.addEventListener("click", (event) => {
       event.preventDefault();
       document.getElementById(link.hash.slice(1)).scrollIntoView({ behavior: "smooth" });
@@ -442,7 +501,7 @@ function frame() {
   }
   fill(
     document.getElementById("top"),
-    el("div", { class: "top-line" }, title, chip, recipe, el("span", { class: "grow" }), about, !isReport && alive, button("◐", () => theme(), "light or dark (t)"), button("?", help, "keys (?)")),
+    el("div", { class: "top-line" }, title, chip, badge, recipe, el("span", { class: "grow" }), about, !isReport && alive, button("◐", () => theme(), "light or dark (t)"), button("?", help, "keys (?)")),
     el("div", { class: "top-line" }, el("nav", {}, links), el("span", { class: "scrub" }, button("‹", () => move(-1), "previous step (k)"), slider, button("›", () => move(1), "next step (j)"), stepLabel)),
   );
   fill(document.getElementById("main"), ids.map(panel));
@@ -463,7 +522,7 @@ async function start() {
   await load();
   document.documentElement.dataset.drawn = String(Math.round(performance.now()));
   for (const id of Object.keys(bodies)) if (stale.has(id)) await drawn(id);
-  await loadSpread();
+  await Promise.all([loadSpread(), loadVerdicts()]);
   for (const section of document.querySelectorAll("section")) watch.observe(section);
   document.documentElement.dataset.ready = "true";
   follow(changed, (is) => (alive.className = is ? "alive on" : "alive off"));

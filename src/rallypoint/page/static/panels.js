@@ -1,10 +1,13 @@
 // Health, time, what broke, the batch, provenance, comparison: each a function from facts to elements.
 
 import { LINES, chart, spark } from "./charts.js";
-import { duration, el, fill, mark, message, number, numeric, percent, table, visible } from "./dom.js";
+import { counted, duration, el, fill, mark, message, number, numeric, percent, table, visible } from "./dom.js";
 
 const ORDER = { bad: 0, watch: 1, ok: 2 };
-const PHASES = ["blue", "orange", "green", "purple", "sky", "vermilion", "yellow"];
+const KINDS = { rollout: "blue", sample: "blue", group: "blue", reward: "yellow", judge: "orange", logprobs: "orange", values: "orange", learn: "green", train: "green", publish: "purple", load: "purple", weigh: "sky", other: "quiet" };
+
+/** One colour for each kind of work, whatever number stands behind it. */
+const colourOf = (name) => KINDS[name.split(/[ _/]/)[0]] ?? "vermilion";
 
 const levelAt = (rule, step) => rule.levels.find(([first, last]) => first <= step && step <= last)?.[2] ?? "ok";
 
@@ -16,14 +19,19 @@ export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
   const card = (rule) => {
     const level = at(rule);
     const num = rule.levels.reduce((sum, [first, last]) => sum + last - first + 1, 0);
+    const isExcused = (rule.excused ?? []).some(([first, last]) => first <= data.step && data.step <= last);
+    const value = data.metrics[rule.name];
+    const since = num ? `${counted(num, "step")}, first ${rule.levels[0][0]}` : isExcused ? "" : "never a concern";
+    const verdict = level !== "ok" ? rule.words : isExcused ? `excused: ${rule.excuse}` : "";
     const [, values] = data.curves?.[rule.name] ?? [[], []];
     return el(
       "button",
       { class: `card ${level}`, data: { signal: rule.name }, "aria-expanded": rule.key === open ? "true" : "false", on: { click: () => onOpen(rule.key === open ? null : rule.key) } },
-      el("span", { class: "card-head" }, mark(level), level === "ok" ? rule.signal ?? rule.words : rule.words),
-      el("span", { class: "card-value" }, number(data.metrics[rule.name])),
+      el("span", { class: "card-head" }, mark(isExcused ? "excused" : level), rule.signal ?? rule.words),
+      el("span", { class: "card-value" }, rule.is_share ? percent(value) : number(value)),
+      el("span", { class: "small verdict" }, verdict),
       spark(values, level === "ok" ? "blue" : level === "bad" ? "vermilion" : "orange"),
-      el("span", { class: "quiet small" }, num ? `${num} steps, first ${rule.levels[0][0]}` : "never a concern"),
+      el("span", { class: "quiet small" }, since),
     );
   };
   const rule = rules.find((one) => one.key === open);
@@ -31,15 +39,21 @@ export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
 }
 
 /** Draw what has lasted, worst first: what `rally doctor RUN` says. */
-export function drawTroubles(body, facts, onStep) {
+export function drawTroubles(body, facts, { onStep, onOpen, onPrompt }) {
+  const told = (one) => {
+    const names = one.prompts.join(", ");
+    const at = names ? one.evidence.lastIndexOf(names) : one.evidence.length;
+    const links = one.prompts.map((name) => el("button", { class: "plain small", title: "follow this prompt", on: { click: () => onPrompt(name) } }, visible(name)));
+    return [visible(one.evidence.slice(0, at)), links, visible(one.evidence.slice(at + names.length))].flat();
+  };
   const row = (one) =>
     el(
       "li",
-      { class: `trouble ${one.level}` },
+      { class: `trouble ${one.level}${one.follows ? " follows" : ""}` },
       mark(one.level),
-      el("b", {}, visible(one.words)),
+      el("button", { class: "words", title: "its meaning and evidence", on: { click: () => onOpen(one) } }, visible(one.words)),
       one.first !== null && el("button", { class: "plain small", on: { click: () => onStep(one.first) } }, one.last === null || one.last === one.first ? `step ${one.first}` : `steps ${one.first} to ${one.last}`),
-      el("span", { class: "quiet" }, visible(one.evidence)),
+      el("span", { class: "quiet" }, told(one)),
       el("span", { class: "advice" }, visible(one.advice)),
     );
   fill(body, facts.troubles.length ? el("ul", { class: "troubles" }, facts.troubles.map(row)) : message("no trouble has lasted, of those that rally doctor knows"));
@@ -76,11 +90,11 @@ export function drawTime(body, facts, busy, lanes, onStep) {
   let below = facts.steps.map(() => 0);
   const stacked = columns.map((column, at) => {
     below = below.map((sum, place) => sum + (column[place] ?? 0));
-    return { label: names[at], steps: facts.steps, values: below, shown: column, colour: PHASES[at % PHASES.length], fill: PHASES[at % PHASES.length], width: 0.5 };
+    return { label: names[at], steps: facts.steps, values: below, shown: column, colour: colourOf(names[at]), fill: colourOf(names[at]), width: 0.5 };
   });
   const totals = columns.map((column) => column.reduce((sum, value) => sum + (value ?? 0), 0));
   const whole = totals.reduce((a, b) => a + b, 0) || 1;
-  const shares = names.map((name, at) => el("span", { class: `share ${PHASES[at % PHASES.length]}` }, `${name} `, el("b", {}, percent(totals[at] / whole))));
+  const shares = names.map((name, at) => el("span", { class: `share ${colourOf(name)}` }, `${name} `, el("b", {}, percent(totals[at] / whole))));
   const slow = facts.slow_ranks.map((one) => message(`rollout rank ${one.rank}${where(facts, one.rank)} was a straggler in ${one.steps} of ${one.of} steps: over 1.5 times the median of the others`, "warn"));
   const few = facts.stragglers.slice(-5).map((one) => el("button", { class: "plain", on: { click: () => onStep(one.step) } }, `step ${one.step}: rank ${one.rank}, ${duration(one.seconds)} (the others ${duration(one.median)})`));
   return fill(
@@ -91,7 +105,7 @@ export function drawTime(body, facts, busy, lanes, onStep) {
     few.length > 0 && el("p", { class: "wrap" }, few),
     busy,
     lanes,
-    el("div", { class: "halves" }, memory(facts.memory), waste(facts.waste)),
+    el("div", { class: "halves" }, memory(facts.memory), waste(facts.waste, facts.tokens_without_signal)),
   );
 }
 
@@ -101,21 +115,21 @@ const where = (facts, rank) => (facts.processes.rollout?.[rank] ? ` (process ${f
 export function drawLanes(body, facts) {
   if (!facts.lanes.length) return fill(body, message(`step ${facts.step} is not done`));
   const bars = facts.lanes.flatMap((lane) => lane.rows.flat());
+  const isSlow = (lane) => lane.role.startsWith("rollout") && lane.name.replace(/ \(.*/, "") === `rank ${facts.straggler}`;
   const whole = Math.max(facts.seconds, ...bars.map((bar) => bar.to)) || 1;
-  const bar = (one, at, lane, height) => {
+  const bar = (one, lane, height) => {
     const from = Math.max(0, one.from);
-    const isDriver = lane.role === "driver";
     const place = { left: `${(100 * from) / whole}%`, width: `${Math.max(0.15, (100 * (one.to - from)) / whole)}%` };
     return el(
       "span",
-      { class: `bar ${isDriver ? PHASES[at % PHASES.length] : "blue"}`, title: `${visible(one.name)}: ${duration(one.to - one.from)}`, style: { ...place, ...height } },
+      { class: `bar ${colourOf(one.name)}`, title: `${visible(one.name)}: ${duration(one.to - one.from)}`, style: { ...place, ...height } },
       (one.to - from) / whole > 0.08 && lane.rows.length === 1 ? visible(one.name) : "",
     );
   };
   const row = (lane) => {
     const heights = lane.rows.map((_, at) => (lane.rows.length > 1 ? { top: `${(100 * at) / lane.rows.length}%`, bottom: `${100 - (100 * (at + 1)) / lane.rows.length}%` } : {}));
-    const name = lane.role === "driver" ? lane.name : `${lane.role.replace("rollout groups", "groups,")} ${lane.name.replace(/ \(.*/, "")}`;
-    return el("div", { class: "lane" }, el("span", { class: "lane-name", title: visible(lane.name) }, visible(name)), el("span", { class: "lane-bars", style: { height: `${Math.min(96, Math.max(20, 6 * lane.rows.length))}px` } }, lane.rows.flatMap((bars, at) => bars.map((one, place) => bar(one, place, lane, heights[at])))));
+    const name = lane.role === "driver" ? lane.name : `${lane.role.replace("rollout groups", "rollout")} ${lane.name.replace(/ \(.*/, "")}${isSlow(lane) ? ", slow" : ""}`;
+    return el("div", { class: isSlow(lane) ? "lane slow" : "lane" }, el("span", { class: "lane-name", title: visible(lane.name) }, visible(name)), el("span", { class: "lane-bars", style: { height: `${Math.min(96, Math.max(20, 6 * lane.rows.length))}px` } }, lane.rows.flatMap((bars, at) => bars.map((one) => bar(one, lane, heights[at])))));
   };
   return fill(body, el("h3", {}, `step ${facts.step}, ${duration(facts.seconds)}`), facts.lanes.map(row), el("div", { class: "lane-axis quiet" }, el("span", {}, "0 s"), el("span", {}, duration(whole))));
 }
@@ -131,9 +145,10 @@ function memory(roles) {
   return el("div", {}, el("h3", {}, "memory of a process"), roles.length ? table(["role", "", numeric("peak"), numeric("planned")], roles.map(row)) : message("no peaks were measured"));
 }
 
-function waste(facts) {
+function waste(facts, withoutSignal) {
   if (facts.error) return el("div", {}, el("h3", {}, "waste"), message(facts.error, "error"));
   const rows = facts.wastes.map((one) => [`${one.cause}${one.num ? ` (${number(one.num)} ${one.unit}${one.num > 1 ? "s" : ""})` : ""}`, number(one.tokens), duration(one.seconds)]);
+  if (withoutSignal) rows.push(["trained on, in groups without signal (about)", number(withoutSignal), "–"]);
   const share = facts.seconds ? facts.seconds_wasted / facts.seconds : 0;
   return el("div", {}, el("h3", {}, `bought nothing: ${percent(share)} of ${duration(facts.seconds)}`), rows.length ? table(["cause", numeric("tokens"), numeric("time")], rows) : message("nothing was wasted"));
 }

@@ -1,21 +1,21 @@
 // Rollouts of a step: the table, a prompt's group, and one rollout token by token.
 
-import { ask } from "./source.js";
-import { el, fill, message, number, percent, visible } from "./dom.js";
+import { ask, hasTokens } from "./source.js";
+import { counted, el, fill, message, number, percent, visible } from "./dom.js";
 
 const PAGE = 25;
 const MOST_TOKENS = 4000;
 const SORTS = { batch: "in order of the batch", "-score": "highest score", score: "lowest score", "-advantage": "highest advantage", advantage: "lowest advantage", "-length": "longest", length: "shortest", "-gap": "largest sampler–trainer gap" };
 const TINTS = { advantages: "advantage", ratio: "ratio trainer / sampler", surprise: "surprise (−logprob)", difference: "sampler–trainer difference" };
 
-/** Return the panel: `show(run, step)` moves it, `next(by)` goes to another rollout. */
-export function rolloutPanel(body, { onPin }) {
+/** Return the panel: `show(run, step)` moves it, `next(by)` goes to another rollout, `mark()` tells what is pinned. */
+export function rolloutPanel(body, { onPin, isPinned }) {
   const asked = { only: "all", sort: "batch", search: "", offset: 0, kind: "step" };
-  const at = { run: null, step: null, rows: [], place: null, found: 0, tint: "advantages", side: false, token: 0, answer: null };
+  const at = { run: null, step: null, rows: [], place: null, found: 0, size: 1, tint: "advantages", side: false, token: 0, answer: null };
   const list = el("div", { class: "rollout-list" });
   const detail = el("div", { class: "rollout-detail" });
   const count = el("span", { class: "quiet", id: "rollout-count" });
-  const search = el("input", { type: "search", id: "search", placeholder: "search prompts and answers  /", "aria-label": "search rollouts" });
+  const search = el("input", { type: "search", id: "search", placeholder: "search  /", title: "in prompts and answers", "aria-label": "search rollouts" });
   const choose = (name, options, label) =>
     el("select", { id: `choose-${name}`, "aria-label": label, on: { change: (event) => set(name, event.target.value) } }, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
   const only = choose("only", { all: "all" }, "which rollouts");
@@ -38,15 +38,23 @@ export function rolloutPanel(body, { onPin }) {
   function set(name, value) {
     asked[name] = value;
     asked.offset = 0;
-    load(true);
+    return load(true);
   }
+
+  /** Rows of a page of the list: whole groups. */
+  const most = () => at.size * Math.max(1, Math.floor(PAGE / at.size));
 
   const where = () => ({ run: at.run, step: at.step, kind: asked.kind === "step" ? undefined : asked.kind });
 
-  async function load(first = false) {
+  /** Draw the list; `first`: from its first row on, or from its last if `isBack`, though nothing has changed. */
+  async function load(first = false, isBack = false) {
     const token = (at.token += 1);
     try {
-      const found = await ask("rollouts", { ...asked, ...where(), limit: PAGE });
+      let found = await ask("rollouts", { ...asked, ...where(), limit: most() });
+      if (found.group_size !== at.size) {
+        at.size = found.group_size;
+        found = await ask("rollouts", { ...asked, ...where(), limit: most() });
+      }
       const answer = JSON.stringify(found);
       if (token !== at.token || (!first && answer === at.answer)) return;
       Object.assign(at, { answer, rows: found.rows, found: found.found });
@@ -54,10 +62,12 @@ export function rolloutPanel(body, { onPin }) {
       fill(only, Object.entries(nums).map(([name, num]) => el("option", { value: name, selected: name === asked.only }, `${name} (${num})`)));
       const [, low, middle, high] = found.scores;
       const of = found.kept === undefined ? `${found.total} rollouts` : `the ${found.kept} in this report, of ${found.total} rollouts`;
-      fill(count, `${found.found} of ${of} · score p10 ${number(low, 3)}, median ${number(middle, 3)}, p90 ${number(high, 3)}`);
+      fill(count, !found.found ? `0 of ${of}` : `${found.found} of ${of} · ${found.found < (found.kept ?? found.total) ? "their " : ""}score p10 ${number(low, 3)}, median ${number(middle, 3)}, p90 ${number(high, 3)}`);
       drawList();
       const kept = at.rows.find((row) => row.place === at.place);
-      if (at.rows.length) await pick((!first && kept) || at.rows[0]);
+      if (first) list.scrollTop = 0;
+      const opened = isBack ? at.rows.at(-1) : at.rows.find((row) => hasTokens(at.run, at.step, row.place)) ?? at.rows[0];
+      if (at.rows.length) await pick((!first && kept) || opened);
       else fill(detail, message("no rollout is left: try another filter"));
     } catch (error) {
       if (token !== at.token) return;
@@ -80,9 +90,9 @@ export function rolloutPanel(body, { onPin }) {
         el("span", { class: "rollout-length quiet" }, `${row.length} tok${row.finish_reason === "length" ? ", cut" : ""}`),
       ),
     );
-    const last = Math.min(asked.offset + PAGE, at.found);
+    const last = Math.min(asked.offset + most(), at.found);
     const move = (by, text) => el("button", { class: "plain", disabled: asked.offset + by < 0 || asked.offset + by >= at.found, on: { click: () => ((asked.offset += by), load(true)) } }, text);
-    fill(list, rows, at.found > PAGE && el("div", { class: "pager" }, move(-PAGE, "‹ before"), `${asked.offset + 1}–${last} of ${at.found}`, move(PAGE, "after ›")));
+    fill(list, rows, at.found > most() && el("div", { class: "pager" }, move(-most(), "‹ before"), `${asked.offset + 1}–${last} of ${at.found}`, move(most(), "after ›")));
   }
 
   async function pick(row) {
@@ -104,7 +114,8 @@ export function rolloutPanel(body, { onPin }) {
     );
     const side = el("button", { class: "plain", id: "side", on: { click: () => ((at.side = !at.side), drawDetail(row, whole, one, why)) } }, at.side ? "one at a time" : "side by side");
     detail.dataset.step = at.step; // what it shows; the head is ahead of it by an answer
-    const pin = el("button", { class: "plain", id: "pin", title: "follow this prompt over the steps (p)", on: { click: () => onPin(row.name) } }, "pin");
+    const pin = el("button", { class: "plain", id: "pin", title: "follow this prompt over the steps (p)", on: { click: () => onPin(row.name) } }, isPinned(row.name) ? "unpin" : "pin");
+    at.name = row.name;
     fill(
       detail,
       el("div", { class: "detail-head" }, el("h3", {}, visible(row.name)), el("span", { class: "quiet" }, `prompt ${row.prompt_index}, sample ${row.sample_index}`), pin, side),
@@ -123,7 +134,21 @@ export function rolloutPanel(body, { onPin }) {
     },
     next(by) {
       const place = at.rows.findIndex((row) => row.place === at.place) + by;
-      if (at.rows[place]) pick(at.rows[place]).then(() => list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" }));
+      const offset = asked.offset + Math.sign(by) * most();
+      const seen = () => list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
+      if (at.rows[place]) pick(at.rows[place]).then(seen);
+      else if (at.rows.length && offset >= 0 && offset < at.found) {
+        asked.offset = offset;
+        load(true, by < 0).then(seen);
+      }
+    },
+    mark() {
+      const button = detail.querySelector("#pin");
+      if (button) button.textContent = isPinned(at.name) ? "unpin" : "pin";
+    },
+    search(words) {
+      search.value = words;
+      return set("search", words);
     },
     focus: () => search.focus(),
     pin: () => at.rows.length && onPin((at.rows.find((row) => row.place === at.place) ?? at.rows[0]).name),
@@ -144,7 +169,7 @@ function learned(row) {
 
 function sideBySide(rows, current, pick) {
   const parts = (row) => Object.entries(row.reward_parts ?? {}).map(([name, value]) => `${visible(name)} ${number(value, 3)}`);
-  const facts = (row) => [...parts(row), `${row.length} tokens`, row.finish_reason, `version ${row.version}`, row.untrained].filter(Boolean);
+  const facts = (row) => [...parts(row), counted(row.length, "token"), row.finish_reason, `version ${row.version}`, row.untrained].filter(Boolean);
   const article = (row) =>
     el(
       "article",
@@ -163,8 +188,6 @@ function drawOne(one, at, again) {
   const facts = [
     ["score", one.score === null ? "none" : number(one.score)],
     ...parts,
-    ["right answer", one.ground_truth],
-    ["its answer", one.answer],
     ["finish", one.finish_reason],
     ["tokens", number(one.num_tokens)],
     ["weights", versions.length > 1 ? `versions ${Math.min(...versions)}–${Math.max(...versions)}` : `version ${versions[0] ?? one.version}`],
@@ -172,7 +195,9 @@ function drawOne(one, at, again) {
     ["failure", one.failure],
     ...Object.entries(one.extras ?? {}).map(([name, value]) => [name, number(value)]),
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const judged = [["right answer", one.ground_truth], ["its answer", one.answer]].filter(([, value]) => value);
   return [
+    judged.length > 0 && el("p", { class: "judged" }, judged.map(([name, value]) => el("span", {}, el("span", { class: "role" }, `${name} `), el("b", {}, visible(value))))),
     el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), one[at.tint] && scale(at.tint)),
     tokens(one, at.tint),
     legend(one),
@@ -227,5 +252,5 @@ function legend(one) {
   const counts = new Map();
   for (const why of one.why) counts.set(why, (counts.get(why) ?? 0) + 1);
   const size = one.why.length || 1;
-  return el("ul", { class: "reasons" }, [...counts].sort(([a], [b]) => a - b).map(([why, count]) => el("li", { class: why ? "untrained" : "" }, el("b", {}, `${count} tokens (${percent(count / size)})`), ` ${why ? "not trained: " : ""}${visible(one.reasons[why])}`)));
+  return el("ul", { class: "reasons" }, [...counts].sort(([a], [b]) => a - b).map(([why, count]) => el("li", { class: why ? "untrained" : "" }, el("b", {}, `${counted(count, "token")} (${percent(count / size)})`), ` ${why ? "not trained: " : ""}${visible(one.reasons[why])}`)));
 }

@@ -49,6 +49,20 @@ function fromReport(name, asked) {
   return kept(name, asked) ?? { error: step === undefined ? "this is not in the report" : `this report has the steps ${steps.join(", ")}` };
 }
 
+/** Tell whether a rollout can be shown token by token: a report has those of a few. */
+export const hasTokens = (run, step, place) => !isReport || kept("rollout", { run, step, place }) !== undefined;
+
+/** Return how many scores there are, and their p10, median and p90. */
+function quantiles(rows) {
+  const scores = rows.map((row) => row.score).filter((score) => score !== null).sort((a, b) => a - b);
+  const at = (share) => {
+    const place = share * (scores.length - 1);
+    const low = Math.floor(place);
+    return scores.length ? scores[low] + (place - low) * ((scores[low + 1] ?? scores[low]) - scores[low]) : null;
+  };
+  return [scores.length, at(0.1), at(0.5), at(0.9)];
+}
+
 function curves(run, names) {
   const all = kept("series", { run, points: 1000 });
   if (!names || all.error) return all;
@@ -78,7 +92,7 @@ function filtered(whole, asked) {
   const of = name === "batch" ? "place" : name;
   rows.sort((a, b) => (a[of] === null) - (b[of] === null) || sign * ((a[of] ?? 0) - (b[of] ?? 0)));
   const offset = Number(asked.offset ?? 0);
-  return { ...whole, kept: whole.rows.length, found: rows.length, rows: rows.slice(offset, offset + Number(asked.limit ?? 25)) };
+  return { ...whole, kept: whole.rows.length, found: rows.length, scores: quantiles(rows), rows: rows.slice(offset, offset + Number(asked.limit ?? 25)) };
 }
 
 function ofPrompt(run, step, name) {
