@@ -158,7 +158,11 @@ def health_in_words(run: Snapshot) -> JSON:
             thresholds, worse = rule.above or rule.below or (), "above" if rule.above else "below"
             told = {name: getattr(rule, name) for name in ("name", "words", "advice", "reason")}
             signal = _SIGNALS.get(rule.name, rule.name)
-            more = {"is_share": rule.name in SHARES, "excused": _excused(run, rule), "excuse": _excuse(rule)}
+            more = {
+                "is_share": rule.name in SHARES,
+                "excused": _excused(run, rule),
+                "excuse": _excuse(rule, "actor/teacher_judged" in measured),
+            }
             found[rule.words] = {**told, "signal": signal, "thresholds": list(thresholds), "worse": worse, **more}
     levels: dict[str, list[tuple[int, str]]] = {words: [] for words in found}
     for step, findings in run.findings.items():
@@ -177,10 +181,10 @@ def _excused(run: Snapshot, rule: Rule) -> list[tuple[int, int, str]]:
     return _in_a_row([(step, "excused") for step, value in values if rule.level(value) != "ok"])
 
 
-def _excuse(rule: Rule) -> str:
+def _excuse(rule: Rule, is_taught: bool) -> str:
     """Say what excuses a value; empty if nothing does."""
     good = [f"reward/mean is {rule.unless_reward:g} or more"] if math.isfinite(rule.unless_reward) else []
-    return " or ".join(good + ["a teacher judges every token"] * rule.unless_taught)
+    return " or ".join(good + ["a teacher judges every token"] * (is_taught and rule.unless_taught))
 
 
 def _in_a_row(levels: Sequence[tuple[int, str]]) -> list[tuple[int, int, str]]:

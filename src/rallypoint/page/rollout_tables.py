@@ -149,6 +149,8 @@ def file_of(run: Snapshot, step: int, kind: Kind) -> Path:
         newest = max(rollout_files(run.folder.path, kind), default=0)
         thinned = "older steps are thinned out (tracking.rollouts_gib)"
         why = thinned if step < newest else f"the newest are of step {newest}" if newest else "the run has written none"
+        if kind == "validation" and step not in run.state.validations:
+            why = f"nothing was validated after step {step}"
         raise RunFolderError(f"no rollouts of {kind} {step} are kept: {why}")
     return file
 

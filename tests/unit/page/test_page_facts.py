@@ -11,7 +11,7 @@ from planted_runs import HOSTILE, HOT_FROM, SLOW_RANK, TRACEBACK, planted_run
 from starlette.testclient import TestClient
 
 from rallypoint.config import load_config, values_of
-from rallypoint.errors import ServingError
+from rallypoint.errors import RunFolderError, ServingError
 from rallypoint.journal import BatchTaken, Journal, RunBegan, StepDone, Validated, read_journal
 from rallypoint.page import RunReader, timing, write_report
 from rallypoint.page.answers import answer, to_json
@@ -229,6 +229,28 @@ def test_staleness_and_lengths_belong_to_health(planted):
         "clip fraction",
         "update KL",
     } <= cards
+
+
+def test_what_excuses_a_value_is_said_at_its_steps(planted):
+    entropy = rule(planted["empty"], "actor/entropy")
+    reward = dict(zip(*curve(planted["empty"], "reward/mean"), strict=True))
+    excused = {step for first, last, _ in entropy["excused"] for step in range(first, last + 1)}
+    assert excused == {step for step in range(31, 49) if reward[step] >= 0.8}
+    assert excused
+    assert entropy["excuse"] == "reward/mean is 0.8 or more"
+
+
+def test_scores_are_of_the_rollouts_that_are_shown_and_what_is_not_kept_says_why(planted):
+    run = planted["impossible"]
+    found = asked(run, "rollouts", step=5, search="train:1")
+    assert (found["group_size"], found["scores"]) == (4, [4, 0.0, 0.0, 0.0])
+    for reader, step, kind, why in (
+        (run, 5, "validation", "nothing was validated after step 5"),
+        (planted["hot"], 20, "validation", "the run has written none"),
+        (run, 13, "step", "the newest are of step 12"),
+    ):
+        with pytest.raises(RunFolderError, match=why):
+            asked(reader, "rollouts", step=step, kind=kind)
 
 
 def test_the_page_opens_with_what_its_recipe_watches(tmp_path):

@@ -195,6 +195,65 @@ def test_a_learning_rate_that_is_too_high_is_found_from_the_page_alone(browser, 
         browser.wait("[...document.querySelectorAll('.chart')].some((one) => /^actor.lr1.00e-6/.test(one.textContent))")
 
 
+def test_a_finding_is_told_on_the_first_screen_and_opens_its_evidence(browser, tmp_path):
+    path = planted_run(tmp_path, "hot", num_steps=75, prompts=2, group=4, last="finished")
+    with PageServer([RunReader(path)]) as server:
+        browser.leave()
+        browser.look()
+        browser.go(server.url)
+        num = len(texts(browser, ".trouble"))
+        assert texts(browser, ".badge.bad") == [str(num)] * 2
+        assert len(texts(browser, ".verdict.small.plain")) == num
+        names = "[...document.querySelectorAll('.card')].map((one) => one.dataset.signal + one.children[0].textContent)"
+        at_end = sorted(one.strip("●▲■○") for one in browser.evaluate(names))
+        for words in ("update kl high", "groups without signal"):
+            browser.evaluate(
+                f"[...document.querySelectorAll('.words')].find((one) => one.textContent === '{words}').click()"
+            )
+            browser.wait("document.querySelector('.card[aria-expanded=true]') !== null")
+            shows(browser, ".card[aria-expanded=true] .verdict", words)
+        shows(browser, ".card[data-signal='actor/without_signal'] .card-value", "100 %")
+        browser.press("Home")
+        at_step(browser, 1)
+        browser.wait("document.querySelectorAll('.card.bad').length === 0")
+        clean = [one.replace(mark, "") for one in at_end for mark in "●▲■○" if mark in one]
+        now = [one.replace(mark, "") for one in browser.evaluate(names) for mark in "●▲■○" if mark in one]
+        assert sorted(now) == sorted(clean)
+    assert went_wrong(browser) == []
+
+
+def test_a_list_shows_whole_groups_sums_up_what_is_shown_and_a_pin_moves_nothing(browser, tmp_path):
+    path = planted_run(tmp_path, num_steps=5, prompts=6, group=6, last="finished")
+    with PageServer([RunReader(path)]) as server:
+        browser.leave()
+        browser.look()
+        browser.go(server.url)
+        browser.wait("document.querySelectorAll('.rollout-row').length === 24")
+        browser.evaluate("document.querySelectorAll('.rollout-row')[23].click()")
+        current = "Number(document.querySelector('.rollout-row[aria-current]')?.dataset.place)"
+        browser.wait(f"{current} === 23")
+        browser.press("ArrowRight")
+        browser.wait(f"{current} === 24")
+        browser.press("ArrowLeft")
+        browser.wait(f"{current} === 23")
+        browser.evaluate("document.querySelector('#pin').scrollIntoView({block: 'center'})")
+        place = "Math.round(document.querySelector('#pin').getBoundingClientRect().top)"
+        before = browser.evaluate(place)
+        click(browser, "#pin")
+        shows(browser, "#pin", "unpin")
+        shows(browser, ".pin-step[aria-current]", "step 5")
+        browser.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert abs(browser.evaluate(place) - before) <= 1
+        click(browser, "#pin")
+        browser.wait("document.querySelector('#pin').textContent === 'pin'")
+        assert browser.evaluate("document.querySelectorAll('.pin-step').length") == 0
+        browser.evaluate("document.querySelector('.rollout-list').scrollTop = 200")
+        choose(browser, "#choose-sort", "length")
+        browser.wait(f"{current} !== 23")
+        assert browser.evaluate("document.querySelector('.rollout-list').scrollTop") == 0
+    assert went_wrong(browser) == []
+
+
 def test_a_straggler_is_found_from_the_page_alone(browser, tmp_path):
     with PageServer([RunReader(planted_run(tmp_path, "straggler", num_steps=8, last="finished"))]) as server:
         browser.leave()
@@ -229,6 +288,12 @@ def test_prompts_that_nobody_solves_are_found_from_the_page_alone(browser, tmp_p
         browser.go(server.url)
         shows(browser, "#troubles", "prompts that nobody solves")
         shows(browser, "#troubles", "train:1")
+        click(browser, "#troubles button[title='follow this prompt']")
+        shows(browser, "#rollout-count", "8 of 64 rollouts · their score p10 0, median 0, p90 0")
+        shows(browser, "#pinned", "pinned: train:1")
+        click(browser, "#pinned .detail-head button")
+        browser.evaluate("document.querySelector('#search').value = ''")
+        browser.evaluate("document.querySelector('#search').dispatchEvent(new Event('input'))")
         choose(browser, "#choose-only", "no signal")
         browser.wait(
             "[...document.querySelectorAll('.rollout-row')].every((row) => / 0|not trained/.test(row.textContent))"

@@ -65,6 +65,7 @@ function evidence(rule, [steps, values], onStep) {
   const told = [
     ["what it means", rule.reason],
     ["what to do", rule.advice],
+    ["excused while", rule.excused?.length && rule.excuse],
     ["thresholds", bad && `watch ${rule.worse} ${watch}, bad ${rule.worse} ${bad}`],
   ].filter(([, value]) => value);
   const first = rule.levels[0]?.[0];
