@@ -21,7 +21,7 @@ export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
     const num = rule.levels.reduce((sum, [first, last]) => sum + last - first + 1, 0);
     const isExcused = (rule.excused ?? []).some(([first, last]) => first <= data.step && data.step <= last);
     const value = data.metrics[rule.name];
-    const since = num ? `${counted(num, "step")}, first ${rule.levels[0][0]}` : isExcused ? "" : "never a concern";
+    const since = num ? `a concern in ${counted(num, "step")}, first ${rule.levels[0][0]}` : isExcused ? "" : "never a concern";
     const verdict = level !== "ok" ? rule.words : isExcused ? `excused: ${rule.excuse}` : "";
     const [, values] = data.curves?.[rule.name] ?? [[], []];
     return el(
