@@ -10,9 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 ResultT = TypeVar("ResultT")
+_Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
 NOTICE = "SIGTERM"
 """The signal of a scheduler, after which it kills."""
@@ -114,14 +115,19 @@ def interruptible(
 
 
 @contextlib.contextmanager
-def acknowledging(say: Callable[[str], None]) -> Iterator[None]:
+def acknowledging(say: Callable[[str], None], otherwise: _Handler | None = None) -> Iterator[None]:
     """Say at once that a signal was heard while a run starts or ends, and leave it to who handles Ctrl-C already.
 
     That is asyncio, which ends the run at the next `await`; while Ray starts there is none for seconds.
+
+    Args:
+        say: called with a line.
+        otherwise: handles signals where nobody handles Ctrl-C: shells ignore it for what they start with `&`.
     """
-    heard = signal.getsignal(signal.SIGINT)
+    found = signal.getsignal(signal.SIGINT)
+    heard = found if callable(found) else otherwise
     line = "interrupted: what was started is ended; once more ends it at once"
-    if threading.current_thread() is not threading.main_thread() or not callable(heard):
+    if threading.current_thread() is not threading.main_thread() or heard is None:
         try:
             yield
         except asyncio.CancelledError:  # by a notebook, whose run has a thread
@@ -148,9 +154,28 @@ def acknowledging(say: Callable[[str], None]) -> Iterator[None]:
 
 
 async def acknowledged(work: Coroutine[None, None, ResultT], say: Callable[[str], None]) -> ResultT:
-    """Do some work, see `acknowledging`."""
-    with acknowledging(say):
-        return await work
+    """Do some work, see `acknowledging`; the first signal cancels it.
+
+    Raises:
+        KeyboardInterrupt: there was a signal.
+    """
+    task, loop, is_asked = asyncio.current_task(), asyncio.get_running_loop(), False
+    assert task is not None
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            raise KeyboardInterrupt
+        is_asked = True
+        loop.call_soon_threadsafe(task.cancel)
+
+    with acknowledging(say, end):
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if is_asked:
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextlib.contextmanager

@@ -150,9 +150,18 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_run_starts_or_ends_cancels_it_and_it_ends_in_order(number: signal.Signals):
-    process = subprocess.Popen([sys.executable, "-c", STARTING], stdout=subprocess.PIPE, text=True)
+def test_a_signal_while_a_run_starts_or_ends_cancels_it_and_it_ends_in_order(
+    number: signal.Signals, in_background: bool
+):
+    heard = signal.SIG_IGN if in_background else signal.default_int_handler  # as shells do with &
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, heard),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
