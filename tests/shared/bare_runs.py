@@ -2,21 +2,17 @@
 
 A run ends with a picture of its learning curve, and its learners first count the operations of their model. Either
 takes as long as all of its steps. Here no picture is drawn, unless a test asks for the fixture `pictures`, and models
-that are alike are counted once for all processes of the tests. A run in this process begins with a collection of
-garbage; what one has found to be in use, the next ones do not look at again. `tests/unit/display/test_curve.py`,
-`test_draw.py` and `tests/unit/observability/test_flops.py` test pictures and counts.
+that are alike are counted once for all processes of the tests. `tests/unit/display/test_curve.py`, `test_draw.py` and
+`tests/unit/observability/test_flops.py` test pictures and counts.
 """
 
 import functools
-import gc
 import hashlib
 import os
 import pickle
 import re
-import types
 from pathlib import Path
 
-from rallypoint.cluster import inline
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.observability.flops import flops_of
 from rallypoint.recipes import ending
@@ -30,12 +26,6 @@ def leave_out() -> None:
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
     learner.flops_of = _counted_once
-    inline.gc = types.SimpleNamespace(collect=_collect)
-
-
-def _collect() -> None:
-    gc.collect()
-    gc.freeze()
 
 
 def _counted_once(model, adapt=None):
