@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from metrics_file import read_metrics
@@ -63,14 +64,18 @@ def test_files_that_are_made_of_the_journal_end_no_run_when_their_disk_is_full(r
 
 
 class Befalls(Observer):
-    """Lets something happen after steps."""
+    """Lets something happen after steps, when the checkpoint of step 2 is there, which is written beside them."""
 
-    def __init__(self, what):
+    def __init__(self, run, what):
         super().__init__()
-        self.what = what
+        self.run, self.what = run, what
 
     def after_step(self, step, metrics):
-        self.what.get(step, lambda: None)()
+        if step in self.what:
+            deadline = time.monotonic() + 30
+            while step == min(self.what) and 2 not in visible(self.run.checkpoints) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.what[step]()
         return False
 
 
@@ -86,7 +91,7 @@ def of_nine_steps(tmp_path_factory):
 def train_while(runs, name, what, *more):
     loaded = load_checked("digits", runs.overrides(name, *STEPS, *INLINE, *more))
     run = create_run(loaded)
-    assert train(loaded, run, Silent(), resume=False, observer=Befalls(what(run)))
+    assert train(loaded, run, Silent(), resume=False, observer=Befalls(run, what(run)))
     return run
 
 

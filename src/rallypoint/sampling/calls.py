@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -119,18 +118,24 @@ class Calls:
             for at, (number, parent) in enumerate(zip(order, parents, strict=True))
         )
 
-    def have_overlapped(self) -> bool:
-        """Whether two turns that count were sampled at the same time, so that their order is not that of their calls.
+    def overlapping(self) -> list[list[int]]:
+        """Return groups of turns that count, by their places, whose order is not that of their calls.
+
+        They were sampled at the same time, some of a group at least.
 
         >>> calls, turn = Calls(()), {"logprobs": (), "sampled_logprobs": (), "version": 0, "truncated": False}
         >>> for call in [calls.begin((5,)), calls.begin((6,))]:
         ...     _ = calls.end(call, Turn(prompt=(), response=(7,), **turn))
-        >>> calls.have_overlapped()
-        True
+        >>> calls.overlapping()
+        [[0, 1]]
         """
-        return any(
-            self._ended[late].ended <= early for early, late in itertools.pairwise(sorted(self._order_of_kept()))
-        )
+        order, groups = self._order_of_kept(), list[list[int]]()
+        for number in sorted(order):
+            group = [number]
+            while groups and groups[-1][-1] >= self._ended[number].ended:
+                group = groups.pop() + group
+            groups.append(group)
+        return [sorted(map(order.index, group)) for group in groups if len(group) > 1]
 
     def _order_of_kept(self) -> list[int]:
         """Return the numbers of the turns that count, in their order."""

@@ -71,8 +71,9 @@ class Results:
             calls: what its client has sampled.
         """
         try:
-            if isinstance(found, list | tuple | Mapping) and calls.have_overlapped():
-                _check_no_order(cast("Sequence[object] | Mapping[object, object]", found))
+            if isinstance(found, list | tuple | Mapping):
+                rewards = cast("Mapping[object, object]", found).get("reward") if isinstance(found, Mapping) else found
+                _check_order(rewards, calls)
             return self._checked(_read_result(found, calls.kept()))
         except _MisfitError as misfit:
             return EpisodeFailed("malformed", f"the episode {misfit}")
@@ -197,14 +198,18 @@ def scores_of(rollout: Trajectory) -> Scores | None:
     return Scores(tuple(scores), {})
 
 
-def _check_no_order(found: Sequence[object] | Mapping[object, object]) -> None:
+def _check_order(rewards: object, calls: Calls) -> None:
     """Refuse different rewards by turn of calls that ran at the same time: nobody knows which of them is the first."""
-    rewards = found.get("reward") if isinstance(found, Mapping) else found
-    if isinstance(rewards, list | tuple) and any(one != rewards[0] for one in cast("Sequence[object]", rewards)):
-        raise _MisfitError(
-            "returned a list of different rewards, but some of its calls ran at the same time, so that its turns have "
-            "no order; return one reward for all of them, or have each call wait for the one before"
-        )
+    if not isinstance(rewards, list | tuple):
+        return
+    listed = cast("Sequence[object]", rewards)
+    for together in calls.overlapping():
+        of_group = [listed[place] for place in together if place < len(listed)]
+        if any(one != of_group[0] for one in of_group):
+            raise _MisfitError(
+                "returned a list with different rewards of calls that ran at the same time, so that their turns have "
+                "no order; return one reward for all of them, or have each call wait for the one before"
+            )
 
 
 def _read_result(found: object, sampled: tuple[Turn, ...]) -> Trajectory:

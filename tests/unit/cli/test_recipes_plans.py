@@ -115,7 +115,10 @@ def test_a_model_whose_sizes_are_not_known_is_planned_from_its_config_json_alone
     assert "no *.safetensors in it" in str(here.exception)
 
 
-def test_a_plan_for_another_machine_notes_what_is_not_here_and_refuses_what_is_wrong_anywhere(command):
+def test_a_plan_for_another_machine_notes_what_is_not_here_and_refuses_what_is_wrong_anywhere(
+    command, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("RALLYPOINT_ENGINES", str(tmp_path))
     asked = ("train", "grpo", "model.path=Qwen/Qwen3-0.6B", "--dry-run", "--on", "8xH100", "rollout.engine=vllm")
     lacking = (*asked, "data.train=/data/no.jsonl", "reward.function=no.py:f", "tracking=[swanlab]")
     done = command(*lacking)

@@ -623,7 +623,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "override: torn list": ("data.train=[a", ("'data.train=[a'", "not valid YAML", "expected ',' or ']'")),
     # Sources that are none; they stand first, in the place of the recipe.
     "source: no such recipe": ("@digts", ("'digts'", "did you mean `digits`?")),
-    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dpo, dr_grpo, grpo, gsm8k-grpo, gsm8k-ppo, gspo")),
+    "source: nothing near": ("@xyzzy", ("'xyzzy'", "digits, dpo, dr_grpo, games, grpo, gsm8k-grpo, gsm8k-ppo, gspo")),
     "source: no such file": ("@bas.yaml", ("bas.yaml: no such file",)),
     "source: folder without a run": ("@sub", ("sub is a folder without config.yaml", "name a recipe or a .yaml file")),
     "source: broken YAML": ("@broken.yaml", ("broken.yaml:3: not valid YAML", "expected ',' or ']'")),

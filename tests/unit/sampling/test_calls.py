@@ -135,19 +135,21 @@ def test_the_prompt_has_the_random_numbers_of_a_single_turn_and_asked_again_othe
 
 def test_calls_that_ran_at_the_same_time_are_known_also_at_other_depths_and_not_those_that_were_asked_again():
     calls = play((PROMPT, [7]), ((5, 6, 7, 8), [4]))
-    assert not calls.have_overlapped()
+    assert calls.overlapping() == []
     deeper, apart = calls.begin((5, 6, 7, 8, 4, 9)), calls.begin((1,))
     calls.end(deeper, turn_of([3]))
-    assert not calls.have_overlapped(), "the other one may fail"
+    assert calls.overlapping() == [], "the other one may fail"
     calls.end(apart, turn_of([2]))
-    assert calls.have_overlapped()
+    assert calls.overlapping() == [[2, 3]]
+    calls.end(calls.begin((1, 2)), turn_of([4]))
+    assert [len(group) for group in calls.overlapping()] == [2], "the next one came after both"
 
     again = Calls(PROMPT)
     given_up, asked = again.begin(PROMPT), again.begin(PROMPT)
     again.end(asked, turn_of([1]))
     again.end(given_up, turn_of([2]))
     again.end(again.begin((*PROMPT, 1, 8)), turn_of([3]))
-    assert not again.have_overlapped()
+    assert again.overlapping() == []
 
 
 def test_what_calls_keep_grows_with_their_tokens_and_not_with_their_square():
