@@ -37,7 +37,7 @@ class MetricsLog:
         self.path, self._journal = path, journal
         self._before_s = self._began_s = 0.0
         self._file: FileIO | None = None
-        self._unwritten = bytearray()
+        self._unwritten = b""
 
     def take(self, entry: Entry) -> None:
         """Write what an event of the run has measured.
@@ -52,7 +52,7 @@ class MetricsLog:
                 self._before_s, self._began_s = (records[-1][TIME] if records else 0.0), entry.time_s
                 with contextlib.suppress(DiskError):
                     self.close()
-                self._file, self._unwritten = None, bytearray("".join(map(_encode, records)).encode())
+                self._file, self._unwritten = None, "".join(map(_encode, records)).encode()
             case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
                 if taken := sorted({STEP, TIME, NOT_FINITE} & event.metrics.keys()):
                     raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
@@ -69,9 +69,9 @@ class MetricsLog:
                 part.write_bytes(self._unwritten)
                 part.replace(self.path)
                 self._file = self.path.open("ab", buffering=0)
-                self._unwritten.clear()
+                self._unwritten = b""
             while self._unwritten:
-                del self._unwritten[: self._file.write(self._unwritten)]
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             if is_saved:  # no power cut takes the lines of its steps
                 os.fsync(self._file.fileno())
 

@@ -3,6 +3,7 @@
 Owns: which troubles are known. Must not know: how they are shown. What a single step deserves is decided by
 `observability/health.yaml`; here it must have lasted. Nothing is stopped because of it.
 
+>>> from rallypoint.journal import RunBegan
 >>> began = RunBegan(first=0, config={}, software={}, machine="")
 >>> spent = {"time_s/rollout": 8.0, "time_s/learn": 2.0}
 >>> steps = [StepDone(step=step, metrics=spent, digests={}, seconds=10.0) for step in range(1, 9)]
