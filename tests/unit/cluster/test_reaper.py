@@ -58,12 +58,13 @@ for _ in range(3):  # each is started when the one before is gone, as by a rayle
 """
 
 
-def test_after_a_sudden_death_what_starts_late_and_ignores_sigterm_is_ended_too():
-    late = subprocess.Popen([sys.executable, "-c", LATE, reaper.MARK, "of the test"])
+def test_after_a_sudden_death_what_starts_late_and_ignores_sigterm_is_ended_too(tmp_path):
+    mark = str(tmp_path)  # of no other test
+    late = subprocess.Popen([sys.executable, "-c", LATE, reaper.MARK, mark])
     try:
-        assert reaper.end_processes("of the test", grace_s=0.1, until_quiet=True) == 3
+        assert reaper.end_processes(mark, grace_s=0.1, until_quiet=True) == 3
         assert late.wait(30) == 0
-        assert reaper.num_left("of the test", "") == 0
+        assert reaper.num_left(mark, "") == 0
     finally:
         late.kill()
         late.wait()

@@ -58,7 +58,7 @@ def worker(tmp_path):
 
 
 def test_a_worker_is_a_fork_that_has_the_modules_and_all_else_of_who_asked(socket, worker, tmp_path):
-    with warm.forks(socket, ["colorsys"], {**os.environ, reaper.MARK: "of the test"}):
+    with warm.forks(socket, ["colorsys"], {**os.environ, reaper.MARK: socket}):
         first, second = worker(socket, "one"), worker(socket, "two")
     for found, word in ((first, "one"), (second, "two")):
         assert found["imported"]
