@@ -352,7 +352,8 @@ def test_a_report_opens_from_a_file_and_loads_nothing(browser, run, tmp_path, wi
 def test_a_notebook_shows_the_page_in_a_frame_that_may_touch_nothing(browser, run, tmp_path):
     """The frame has an origin of its own, so that the page is asked by messages of the protocol alone."""
     notebook = tmp_path / "notebook.html"
-    notebook.write_text(f"<!doctype html><body>{rally.load_run(run).view()._repr_html_()}")
+    text = f"<!doctype html><meta charset=utf-8><body>{rally.load_run(run).view()._repr_html_()}"
+    notebook.write_text(text, encoding="utf-8")  # Chromium guesses where nothing names the encoding
     browser.leave()
     browser.look()
     browser.call("Page.navigate", url=f"file://{notebook}")
