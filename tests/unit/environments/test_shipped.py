@@ -51,6 +51,11 @@ table(
     ("</answer>42<answer>", "42", 0),
     tag="answer",
 )
+SPELLED = ("42", "42.0", "+42", "-42", "042", "4 2", "42%", "42.", "forty-two")
+table(
+    "exact",
+    *((one, other, int(at == place)) for at, one in enumerate(SPELLED) for place, other in enumerate(SPELLED)),
+)
 WORKED = "She has 3 + 4 = <<3+4=7>>7 eggs.\n#### 7"
 table(
     "gsm8k",
@@ -201,6 +206,19 @@ table(
     schema=SCHEMA,
 )
 table("json_schema", ("1", {"type": "integer"}, 1), ("1", '{"type": "string"}', 0), ('"1"', '{"type": "string"}', 1))
+OF_TYPES = {
+    "integer": "1 0 -7 1e2 2.0 12345678901234567890",
+    "number": "1 0 -7 1e2 2.0 12345678901234567890 0.5 1e-3",
+    "string": '"" "a" "1" "null" "é"',
+    "boolean": "true false",
+    "null": "null",
+    "array": "[] [1] [[]]",
+    "object": '{} {"a":1} {"a":{}}',
+}
+"""What JSON Schema (draft 2020-12, 6.1.1) counts to each type: 2.0 is an integer, true is no number."""
+VALUES = sorted({value for values in OF_TYPES.values() for value in values.split()})
+for kind, values in OF_TYPES.items():
+    table("json_schema", *((value, {"type": kind}, int(value in values.split())) for value in VALUES))
 FORM = r"<think>.*</think>\s*<answer>[^<]*</answer>"
 table(
     "regex",
@@ -228,8 +246,11 @@ table(
     whole=False,
 )
 table("regex", ("12", "", 1), ("1", "", 1), ("1a", "", 0), ("", "", 0), pattern=r"\d+")
+TIMES = [(f"{hour:02}:{minute:02}", "", int(hour < 24)) for hour in range(20, 40) for minute in (0, 15, 30, 45)]
+table("regex", *TIMES, pattern=r"([01]\d|2[0-3]):[0-5]\d")
 table("length", *((" ".join("a" * n), "", s) for n, s in [(1, 1), (4, 1), (5, 0), (9, 0), (100_000, 0)]), most=4)
 table("length", *((" ".join("a" * n), "", s) for n, s in [(1, 0), (2, 1), (3, 1), (4, 1), (5, 0)]), least=2, most=4)
+table("length", *((" ".join("a" * n), "", int(n <= 40)) for n in range(1, 81)), most=40)
 SLOPE = [(4, 1), (5, 0.75), (6, 0.5), (7, 0.25), (8, 0), (9, 0)]
 table("length", *((" ".join("a" * n), "", score) for n, score in SLOPE), most=4, slack=4)
 LOW = [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1)]
@@ -279,15 +300,15 @@ ANSWERS = [
 ]
 """Responses for scorers of reasoning-gym, and the answer that each should be given, to be scored."""
 EXTRAS = {"math": "math_verify", "json_schema": "jsonschema"}
-LEAST = {"gsm8k": 100, "math": 100, "multiple_choice": 100}
-"""Cases of rewards that answers of a language are for; sandbox/honest_programs.txt has a hundred for `code`."""
+LEAST = 100
+"""Cases of each; sandbox/honest_programs.txt has a hundred more for `code`."""
 DECIDED = {"digits", "judge", "reasoning_gym"}
 """Rewards with tests of their own: tests/unit/data, test_judge.py, and below."""
 
 
-def test_every_reward_that_ships_has_a_table_of_twenty_cases():
+def test_every_reward_that_ships_has_a_table_of_a_hundred_cases():
     assert set(TABLES) == set(SHIPPED) - DECIDED
-    assert {name: len(cases) for name, cases in TABLES.items() if len(cases) < LEAST.get(name, 20)} == {}
+    assert {name: len(cases) for name, cases in TABLES.items() if len(cases) < (LEAST if name != "code" else 20)} == {}
 
 
 def call(name, parameters, response, truth):
