@@ -34,15 +34,14 @@ def without_nulls(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
     """
     filled, left_open = dict(values), list[str]()
     for dotted in AUTOMATIC:
-        section, name = dotted.split(".")
-        inner = filled.get(section, {})
-        if not isinstance(inner, Mapping):  # that is complained of elsewhere
-            continue
-        inner = cast("Mapping[str, Any]", inner)
-        if inner.get(name) is None:
+        *sections, name = dotted.split(".")
+        inner: object = filled
+        for section in sections:
+            inner = cast("Mapping[str, Any]", inner).get(section, {}) if isinstance(inner, Mapping) else None
+        if isinstance(inner, Mapping) and cast("Mapping[str, Any]", inner).get(name) is None:
             left_open.append(dotted)
             if name in inner:
-                filled[section] = {key: value for key, value in inner.items() if key != name}
+                filled = _without(filled, dotted)
     cluster = filled.get("cluster")
     device: object = cast("Mapping[str, Any]", cluster).get("device", "cpu") if isinstance(cluster, Mapping) else "cpu"
     if device != "cpu":
@@ -51,9 +50,20 @@ def without_nulls(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
 
 
 def with_values(values: Mapping[str, Any], chosen: Mapping[str, object]) -> dict[str, Any]:
-    """Return a tree with other values for some dotted keys of two parts."""
+    """Return a tree with other values for some dotted keys.
+
+    >>> with_values({"actor": {"name": "a"}}, {"actor.mesh.dp_shard": 2})
+    {'actor': {'name': 'a', 'mesh': {'dp_shard': 2}}}
+    """
     filled = dict(values)
     for dotted, value in chosen.items():
-        section, name = dotted.split(".")
-        filled[section] = {**filled.get(section, {}), name: value}
+        section, _, rest = dotted.partition(".")
+        filled[section] = with_values(filled.get(section) or {}, {rest: value}) if rest else value
     return filled
+
+
+def _without(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    section, _, rest = dotted.partition(".")
+    if rest:
+        return {**values, section: _without(values[section], rest)}
+    return {key: value for key, value in values.items() if key != section}

@@ -108,7 +108,8 @@ def load_config(
     if problems or misfits or config is None:
         raise ConfigError((*problems.values(), *misfits))
     origins = {dotted: _set_at(dotted, source) for dotted, _ in values_of(config)}
-    origins |= dict.fromkeys(chosen, THIS_MACHINE) if choose else dict.fromkeys(left_open, AUTOMATICALLY)
+    automatic = dict.fromkeys(chosen, THIS_MACHINE) if choose else dict.fromkeys(left_open, AUTOMATICALLY)
+    origins |= {dotted: origin for dotted, origin in automatic.items() if dotted in origins}
     return LoadedConfig(source.name, config, origins, missing, tuple(overrides))
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -23,11 +22,12 @@ from typing import Any
 from rallypoint.cluster import ResourcePool, ResourcePoolManager
 from rallypoint.cluster.capacity import Node, advice, memory_bytes, misfit, num_cores
 from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
+from rallypoint.config.fields import values_of
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import ask_driver, gib
-from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan
+from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, divides, make_plan
 
 _ASK_TORCH = """
 import json, sys, torch
@@ -72,6 +72,8 @@ class Machine:
     """Devices of the configured kind that torch finds; with cluster.device=cpu, GPUs that the driver reports."""
     complaint: str = ""
     """Reason why torch finds none."""
+    num_nodes: int = 1
+    """Equal computers that it consists of."""
 
 
 def look_around(config: RunConfig) -> Machine:
@@ -86,52 +88,64 @@ def look_around(config: RunConfig) -> Machine:
 
 
 def imagine(text: str) -> Machine:
-    """Return a machine that is described, as one that is not here.
+    """Return a machine that is described, as one that is not here: `H100`, `8xH100`, `2x8xH100` for two nodes.
 
-    >>> machine = imagine("8xH100")
-    >>> len(machine.accelerators), machine.num_cores, machine.accelerators[0].name
-    (8, 128, 'H100')
+    >>> machine = imagine("2x8xH100")
+    >>> machine.num_nodes, len(machine.accelerators), machine.num_cores, machine.accelerators[0].name
+    (2, 16, 256, 'H100')
 
     Raises:
         ConfigError: it has devices of no known type.
     """
-    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([\w-]+)", text)
-    if found is None or found[2] not in _OF_TYPES:
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(?:([1-9]\d{0,3})x)?([\w-]+)", text)
+    if found is None or found[3] not in _OF_TYPES:
         raise ConfigError(
-            (f"--on {text}: expected a number and a type, such as 8xH100; types: {', '.join(_OF_TYPES)}",)
+            (f"--on {text}: expected a number and a type, such as 8xH100 or 2x8xH100; types: {', '.join(_OF_TYPES)}",)
         )
-    num, kind = int(found[1] or 1), found[2]
+    num_nodes, kind = int(found[1] or 1) if found[2] else 1, found[3]
+    num = num_nodes * int(found[2] or found[1] or 1)
     device = Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
-    return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num)
+    return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num, num_nodes=num_nodes)
 
 
 def devices_of(machine: Machine, values: Mapping[str, Any]) -> list[str]:
-    """Return what sets the kind of device of a described machine, unless values of a config do: the default is cpu."""
-    is_set = "device" in (values.get("cluster") or {})
-    return [] if is_set or not machine.accelerators else ["cluster.device=cuda"]
+    """Return what a described machine needs and values of a config do not set: its device, and to join its nodes."""
+    given, nodes = values.get("cluster") or {}, ["cluster.address=auto"] * (machine.num_nodes > 1)
+    wanted = ["cluster.device=cuda"] * bool(machine.accelerators) + nodes
+    return [each for each in wanted if each.partition("=")[0].removeprefix("cluster.") not in given]
 
 
 def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine | None = None) -> dict[str, object]:
     """Return values for automatic keys that nobody set, for a run on this machine or on another one."""
     machine = machine or look_around(config)
-    rooms = {pool: most for pool, most, _ in _rooms(config, machine)}
-    return choose(config, left_open, num_cores=machine.num_cores, memory_bytes=machine.num_bytes, device_bytes=rooms)
+    return choose(
+        config,
+        left_open,
+        num_cores=machine.num_cores,
+        memory_bytes=machine.num_bytes,
+        devices_per_node=(len(machine.accelerators) // machine.num_nodes,) * machine.num_nodes,
+        device_bytes=_device_bytes(config, machine),
+    )
 
 
 def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
     """Yield what a dry run says of keys that were chosen for this machine, and of those it could have chosen."""
-    config, rooms = loaded.config, {pool: most for pool, most, _ in _rooms(loaded.config, machine)}
+    config, num_bytes = loaded.config, _device_bytes(loaded.config, machine)
+    there = counted(machine.num_cores, "core")
+    pools = {"cluster.pools": config.cluster.pools, "cluster.num_cpus_per_process": config.cluster.num_cpus_per_process}
+    if config.cluster.device != "cpu":
+        there, pools = counted(len(machine.accelerators), "device"), {"cluster.pools": config.cluster.pools}
     if loaded.origins["cluster.pools"] == THIS_MACHINE:
-        yield (
-            f"cluster.pools={shown(config.cluster.pools)} cluster.num_cpus_per_process="
-            f"{config.cluster.num_cpus_per_process}: chosen for the {counted(machine.num_cores, 'core')} here"
-        )
-    if needed := activations_bytes(config, rooms):
-        each = ", ".join(f"{way} {gib(max(needs.values()))}" for way, needs in needed.items())
+        yield f"{' '.join(f'{key}={shown(value)}' for key, value in pools.items())}: chosen for the {there} here"
+    sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(".mesh.dp_shard")}
+    if chosen := [f"{name}={size}" for name, size in sizes.items() if loaded.origins[name] == THIS_MACHINE]:
+        yield f"{' '.join(chosen)}: chosen for this machine, where a device has no room for the whole model"
+    if needed := activations_bytes(config, num_bytes):
+        each = ", ".join(f"{way} {gib(need)}" for way, need in needed.items())
         chosen = " (chosen for this machine)" if loaded.origins["engine.activations"] == THIS_MACHINE else ""
         yield (
             f"engine.activations={config.engine.activations}{chosen}: a process would need {each}; a device has "
-            f"{gib(min(rooms.values()))}, of which a plan may fill {SAFE:.0%}"
+            f"{gib(num_bytes)}, of which a plan may fill {SAFE:.0%}"
         )
 
 
@@ -167,7 +181,7 @@ def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = No
 def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Yield the reasons why a run does not fit on this machine; none for one that joins a cluster."""
     device = config.cluster.device
-    if config.cluster.address is not None:
+    if config.cluster.address is not None and not machine.accelerators:
         return
     if device != "cpu" and not machine.accelerators:
         yield Problem(
@@ -181,11 +195,12 @@ def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     offers = {
         "CPU": machine.num_cores,
         "GPU": len(machine.accelerators) if device != "cpu" else 0,
-        "memory": machine.num_bytes - config.cluster.object_store_gib * _GIB,
+        "memory": machine.num_bytes - config.cluster.object_store_gib * _GIB * machine.num_nodes,
     }
     # Ray would start a node with none of these labels; that is its own complaint, at once.
     pools = [dataclasses.replace(pool, labels={}) for pool in resource_pools(config).values()]
-    here = [Node("this machine", offers)]
+    each = {name: amount / machine.num_nodes for name, amount in offers.items()}
+    here = [Node("this machine", each)] * machine.num_nodes
     if problem := misfit(pools, here):
         yield Problem(("cluster.pools",), f"cluster.pools: {problem}\n{advice(pools, here, is_local=True)}")
 
@@ -216,7 +231,7 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
     cluster = config.cluster
     if cluster.address is None and cluster.device == "cpu":
         yield from _idle_cores(config, machine)
-    if cluster.address is not None or not machine.accelerators:
+    if not machine.accelerators:
         return
     names = ", ".join(dict.fromkeys(each.name for each in machine.accelerators))
     if cluster.device == "cpu":
@@ -234,12 +249,12 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
 
 def _room_for_activations(config: RunConfig, machine: Machine) -> Iterator[str]:
     """Say when a run that computes layers twice would have room for what they keep."""
-    rooms = {pool: most for pool, most, _ in _rooms(config, machine)}
-    needed = activations_bytes(config, rooms).get("keep")
-    if config.engine.activations != "keep" and needed and all(needed[pool] <= SAFE * rooms[pool] for pool in rooms):
+    most = _device_bytes(config, machine)
+    needed = activations_bytes(config, most).get("keep")
+    if config.engine.activations != "keep" and needed and needed <= SAFE * most:
         yield (
-            f"engine.activations=keep would save the second pass over the layers: {gib(max(needed.values()))} in each "
-            f"process, of {gib(min(rooms.values()))}"
+            f"engine.activations=keep would save the second pass over the layers: {gib(needed)} in each process, of "
+            f"{gib(most)}"
         )
 
 
@@ -253,21 +268,28 @@ def _idle_cores(config: RunConfig, machine: Machine) -> Iterator[str]:
 def _rooms(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int, str]]:
     """Yield every pool with the device bytes of one of its processes, and the device in words."""
     cluster = config.cluster
-    if cluster.device == "cpu":
+    if (device := _device(config, machine)) is None:
         return
     share = min(1.0, cluster.num_gpus_per_process)
-    kind = cluster.labels.get(_TYPE_LABEL, "")
-    if cluster.address is None and machine.accelerators:
-        least = min(machine.accelerators, key=lambda each: each.num_bytes)
-        num_bytes, name = least.num_bytes, least.name
-    elif kind in _OF_TYPES:
-        num_bytes, name = round(_OF_TYPES[kind] * _GIB), kind
-    else:
-        return
-    part = "" if share == 1 else f" has {gib(num_bytes)} and {share:g} of it is"
-    whose = f"a {name}{part or ' has'} {gib(round(num_bytes * share))}"
+    part = "" if share == 1 else f" has {gib(device.num_bytes)} and {share:g} of it is"
+    whose = f"a {device.name}{part or ' has'} {gib(round(device.num_bytes * share))}"
     for pool in cluster.pools:
-        yield pool, round(num_bytes * share), whose
+        yield pool, round(device.num_bytes * share), whose
+
+
+def _device_bytes(config: RunConfig, machine: Machine) -> int:
+    """Return the device bytes of a process; 0 if they are not known."""
+    return next((num_bytes for _, num_bytes, _ in _rooms(config, machine)), 0)
+
+
+def _device(config: RunConfig, machine: Machine) -> Accelerator | None:
+    """Return the device of a process; None if it is not known, as of a cluster that is joined without labels."""
+    if config.cluster.device == "cpu":
+        return None
+    kind = config.cluster.labels.get(_TYPE_LABEL, "")
+    if config.cluster.address is not None and kind in _OF_TYPES:
+        return Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
+    return min(machine.accelerators, key=lambda each: each.num_bytes, default=None)
 
 
 @functools.cache
@@ -341,20 +363,11 @@ def shrunk(config: RunConfig, nodes: Sequence[Node]) -> RunConfig | None:
             smaller = config.model_copy(update={"cluster": cluster})
             if (
                 all(pools.values())
-                and _divides(smaller)
+                and divides(smaller)
                 and misfit(list(resource_pools(smaller).values()), nodes) is None
             ):
                 return smaller
     return None
-
-
-def _divides(config: RunConfig) -> bool:
-    """Whether every role has the ranks that it asks for, and a whole number of copies of its model."""
-    return all(
-        (placement.num_ranks or 0) <= sum(config.cluster.pools[placement.pool])
-        and math.prod(config.mesh(role).values()) == config.num_ranks(role)
-        for role, placement in config.roles.items()
-    )
 
 
 def pools_of(config: RunConfig) -> ResourcePoolManager:

@@ -1,24 +1,29 @@
 """The plan of a run, computed from its config without starting anything: batches, placement, memory.
 
 Owns also the values of automatic keys that nobody set, from the numbers of a machine: how many processes share its
-cores, and what layers keep on an accelerator. They are a function of their arguments, so that the dry run shows what a
-run gets. Several processes with a core each are as fast as one process with several cores, or faster, wherever models
-are small enough for CPUs (`benchmarks/scaling.py`); but each holds weights and optimizer of its own.
+cores or devices, how many of them share a model, and what layers keep on an accelerator. They are a function of their
+arguments, so that the dry run shows what a run gets. Several processes with a core each are as fast as one process with
+several cores, or faster, wherever models are small enough for CPUs (`benchmarks/scaling.py`); but each holds weights
+and optimizer of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 from rallypoint.config import Activations
+from rallypoint.config.fields import Section
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.recipes import RoleName
+from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.prepare.role_memory import RoleMemory, role_memory
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +144,8 @@ def choose(
     *,
     num_cores: int,
     memory_bytes: int,
-    device_bytes: Mapping[str, int],
+    devices_per_node: Sequence[int],
+    device_bytes: int,
 ) -> dict[str, object]:
     """Return values for those of the automatic keys that a machine has something to say on.
 
@@ -148,34 +154,89 @@ def choose(
         left_open: automatic keys that nobody set.
         num_cores: cores of this machine.
         memory_bytes: main memory of this machine.
-        device_bytes: pool -> what one of its processes has of an accelerator; empty if that is not known, or none.
+        devices_per_node: accelerators of each node of the machine.
+        device_bytes: what a process has of an accelerator; 0 if that is not known, or if there is none.
     """
     chosen: dict[str, object] = {}
     cluster = config.cluster
-    if "cluster.pools" in left_open and cluster.device == "cpu" and cluster.address is None:
+    if cluster.device != "cpu":
+        chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
+        config = _with_all(config, chosen)
+        if "engine.activations" in left_open:
+            for way, needed in activations_bytes(config, device_bytes).items():
+                if needed <= SAFE * device_bytes:
+                    return {**chosen, "engine.activations": way}
+    elif "cluster.pools" in left_open and cluster.address is None:
         fixed = None if "cluster.num_cpus_per_process" in left_open else cluster.num_cpus_per_process
         num_processes, num_each = _layout(config, num_cores, memory_bytes, fixed)
         chosen |= {"cluster.pools": {"main": (num_processes,)}}
         chosen |= {} if fixed else {"cluster.num_cpus_per_process": num_each}
-    if "engine.activations" in left_open and cluster.device != "cpu":
-        for way, needed in activations_bytes(config, device_bytes).items():
-            if all(num_bytes <= SAFE * device_bytes[pool] for pool, num_bytes in needed.items()):
-                return {**chosen, "engine.activations": way}
     return chosen
 
 
-def activations_bytes(config: RunConfig, device_bytes: Mapping[str, int]) -> dict[Activations, dict[str, int]]:
-    """Return what a process of each pool needs with every setting of engine.activations, the fastest first.
+def activations_bytes(config: RunConfig, device_bytes: int) -> dict[Activations, int]:
+    """Return what the fullest process needs with every setting of engine.activations, the fastest first.
 
     Empty while the model or the device is not known.
     """
-    needed: dict[Activations, dict[str, int]] = {}
+    needed: dict[Activations, int] = {}
     for way in get_args(Activations):
-        plan = make_plan(_changed(config, "engine", activations=way))
+        plan = make_plan(_with(config, "engine.activations", way))
         if plan.memory and device_bytes:
-            least = plan.within(dict.fromkeys(device_bytes, 0))  # a cache takes what is left, down to one row's
-            needed[way] = {pool: least.process_memory(pool) for pool in device_bytes}
+            least = plan.within(dict.fromkeys(config.cluster.pools, 0))  # a cache takes what is left, down to one row's
+            needed[way] = max(map(least.process_memory, config.cluster.pools))
     return needed
+
+
+def _over_devices(
+    config: RunConfig, left_open: tuple[str, ...], devices_per_node: Sequence[int], device_bytes: int
+) -> dict[str, object]:
+    """Return pools that use all devices, and how many ranks share a model if a device has no room for a whole one.
+
+    Those of a node, whose links are fast, then all; models that learn before the others. If there is room in no way,
+    all ranks share all models.
+    """
+    num_each = math.floor(min(devices_per_node, default=0) / config.cluster.num_gpus_per_process)
+    layouts: list[dict[str, object]] = [{}]
+    is_alone = config.cluster.runtime == "inline" or config.cluster.num_gpus_per_process < 1  # see `check_placement`
+    if "cluster.pools" in left_open and num_each and not is_alone:
+        num_nodes = len(devices_per_node)
+        nums = [num for num in _possible(config, num_nodes * num_each) if num % num_nodes == 0] or [1]
+        layouts = [
+            {"cluster.pools": {"main": (num // num_nodes or 1,) * min(num, num_nodes)}} for num in reversed(nums)
+        ]
+    open_roles: list[RoleName] = [role for role in config.roles if f"{role}.mesh.dp_shard" in left_open]
+    learn: list[RoleName] = [role for role in open_roles if role in config.learners]
+    chosen: dict[str, object] = {}
+    for layout in layouts:
+        laid_out = _with_all(config, layout)
+        if any(placement.pool not in laid_out.cluster.pools for placement in config.roles.values()):
+            continue
+        of_nodes = [laid_out.cluster.pools[config.roles[role].pool] for role in learn]
+        sizes = (
+            [1]
+            if config.engine.sleep or config.cluster.runtime == "inline"
+            else [1, *map(max, of_nodes), *map(sum, of_nodes)]
+        )
+        for num in sorted(set(sizes)):
+            for roles in (learn, open_roles):
+                shards = {f"{role}.mesh.dp_shard": num for role in roles if num > 1}
+                trial = _with_all(laid_out, shards)
+                if not divides(trial):
+                    continue
+                chosen = {**layout, **shards}
+                if _has_room(trial, "engine.activations" in left_open, device_bytes):
+                    return chosen
+        if chosen:
+            break
+    return chosen
+
+
+def _has_room(config: RunConfig, any_way: bool, device_bytes: int) -> bool:
+    """Whether a device has room for the fullest process; True while that is not known."""
+    needed = activations_bytes(config, device_bytes)
+    of_ways = [needed[way] for way in needed if any_way or way == config.engine.activations]
+    return not of_ways or min(of_ways) <= SAFE * device_bytes
 
 
 def _layout(config: RunConfig, num_cores: int, num_bytes: int, fixed: int | None) -> tuple[int, int]:
@@ -183,28 +244,30 @@ def _layout(config: RunConfig, num_cores: int, num_bytes: int, fixed: int | None
     alone = 1, fixed or num_cores
     if config.cluster.runtime == "inline" or config.rollout.engine == "vllm":
         return alone  # threads of one process share Python's lock; a server has threads of its own
-    layouts = [(num, fixed or num_cores // num) for num in _possible(config, num_cores // (fixed or 1))]
+    layouts = [
+        (num, fixed or num_cores // num) for num in _possible(config, min(_MOST_PROCESSES, num_cores // (fixed or 1)))
+    ]
     layouts.sort(key=lambda layout: (math.prod(layout), layout[0]), reverse=True)
     for num, each in layouts:
-        trial = _changed(config, "cluster", pools={"main": (num,)})
-        if _divides(trial) and _fits(trial, num, num_bytes):
+        trial = _with(config, "cluster.pools", {"main": (num,)})
+        if divides(trial) and _fits(trial, num, num_bytes):
             return num, each
     return alone
 
 
-def _possible(config: RunConfig, num_cores: int) -> Iterator[int]:
+def _possible(config: RunConfig, most: int) -> Iterator[int]:
     """Yield numbers of processes that all have something to do in every part of a step."""
     learners = [getattr(config, role) for role in ("actor", "critic") if role in config.roles]
     rows = min((config.num_rows // learner.num_mini_batches for learner in learners), default=config.num_rows)
-    yield from range(1, 1 + min(num_cores, _MOST_PROCESSES, config.num_examples, rows // _LEAST_ROWS))
+    yield from range(1, 1 + min(most, config.num_examples, rows // _LEAST_ROWS))
 
 
-def _divides(config: RunConfig) -> bool:
-    """Whether the mesh of every role has as many cells as the role has ranks."""
+def divides(config: RunConfig) -> bool:
+    """Whether every role has the ranks that it asks for, and a whole number of copies of its model."""
     return all(
         placement.pool in config.cluster.pools
         and config.num_ranks(role) <= sum(config.cluster.pools[placement.pool])
-        and (role == "rollout" or math.prod(config.mesh(role).values()) == config.num_ranks(role))
+        and math.prod(config.mesh(role).values()) == config.num_ranks(role)
         for role, placement in config.roles.items()
     )
 
@@ -219,5 +282,14 @@ def _fits(config: RunConfig, num_processes: int, num_bytes: int) -> bool:
     return bool(plan.memory) and num_processes * each + cluster.object_store_gib * _GIB <= _SAFE_ON_CPU * num_bytes
 
 
-def _changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+def _with_all(config: RunConfig, chosen: Mapping[str, object]) -> RunConfig:
+    for dotted, value in chosen.items():
+        config = _with(config, dotted, value)
+    return config
+
+
+def _with(section: SectionT, dotted: str, value: Any) -> SectionT:
+    name, _, rest = dotted.partition(".")
+    if rest:
+        value = _with(getattr(section, name) or MeshConfig(), rest, value)
+    return section.model_copy(update={name: value})

@@ -1,5 +1,6 @@
 """Automatic keys that nobody set, on machines of every size, by plain numbers."""
 
+import contextlib
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from rallypoint.prepare.plan import activations_bytes, choose, make_plan
 
 GIB = 2**30
 OPEN = ("cluster.pools=null",)
+NO_DEVICES = {"num_cores": 8, "memory_bytes": 64 * GIB, "devices_per_node": (), "device_bytes": 0}
 
 
 def layout(*overrides: str, cores: int, gib: float = 64, name: str = "base.yaml") -> tuple[int, int]:
     """Processes and cores of each that a machine would get."""
-    machine = {"num_cores": cores, "memory_bytes": round(gib * GIB), "device_bytes": {}}
+    machine = {**NO_DEVICES, "num_cores": cores, "memory_bytes": round(gib * GIB)}
     cluster = load_config(name, [*OPEN, *overrides], choose=partial(choose, **machine)).config.cluster
     return cluster.pools["main"][0], cluster.num_cpus_per_process
 
@@ -82,7 +84,9 @@ def test_no_machine_is_given_more_than_it_has(cores: int, gib: float, prompts: i
 
 def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
     def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
-        assert set(left_open) == {"model.dtype", "cluster.pools", "cluster.num_cpus_per_process", "engine.activations"}
+        places = {"cluster.pools", "cluster.num_cpus_per_process"}
+        shards = {f"{section}.mesh.dp_shard" for section in ("actor", "critic", "reference", "reward", "teacher")}
+        assert set(left_open) == {"model.dtype", "engine.activations", *places, *shards}
         return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
 
     loaded = load_config("base.yaml", OPEN, choose=chosen)
@@ -104,11 +108,11 @@ LARGE = (
 
 def test_layers_keep_what_fits_into_most_of_the_device(here: Path):
     loaded = load_config("base.yaml", LARGE)
-    needed = {way: each["main"] for way, each in activations_bytes(loaded.config, {"main": 80 * GIB}).items()}
+    needed = activations_bytes(loaded.config, 80 * GIB)
     assert needed["keep"] > needed["checkpoint"] > needed["offload"]
 
     def way(num_bytes: float) -> object:
-        machine = {"num_cores": 8, "memory_bytes": 64 * GIB, "device_bytes": {"main": round(num_bytes)}}
+        machine = {**NO_DEVICES, "devices_per_node": (8,), "device_bytes": round(num_bytes)}
         return choose(loaded.config, ("engine.activations",), **machine).get("engine.activations")
 
     assert way(needed["keep"] / 0.79) == "keep"
@@ -120,8 +124,63 @@ def test_layers_keep_what_fits_into_most_of_the_device(here: Path):
 def test_a_device_that_is_not_known_leaves_the_default(here: Path):
     loaded = load_config("base.yaml", LARGE)
     assert loaded.config.engine.activations == "checkpoint"
-    machine = {"num_cores": 8, "memory_bytes": 64 * GIB, "device_bytes": {}}
-    assert choose(loaded.config, ("engine.activations",), **machine) == {}
+    assert choose(loaded.config, ("engine.activations",), **NO_DEVICES) == {}
+
+
+def over_devices(*overrides: str, nodes: tuple[int, ...] = (8,), gib: float = 80) -> dict[str, object]:
+    """What is chosen for devices, without the way of activations."""
+    machine = {**NO_DEVICES, "devices_per_node": nodes, "device_bytes": round(gib * GIB)}
+    given = [*LARGE[:1], *LARGE[2:], "cluster={device: cuda}", *OPEN, *overrides]
+    chosen: dict[str, object] = {}
+
+    def chosen_for(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+        chosen.update(choose(config, left_open, **machine))
+        return chosen
+
+    load_config("base.yaml", given, choose=chosen_for)
+    return {key: value for key, value in chosen.items() if key != "engine.activations"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pools"), [((1,), (1,)), ((8,), (8,)), ((8, 8), (8, 8)), ((4, 4, 4, 4, 4, 4, 4, 4), (4,) * 8)]
+)
+def test_every_device_of_every_node_works(here: Path, nodes: tuple[int, ...], pools: tuple[int, ...]):
+    assert over_devices(nodes=nodes) == {"cluster.pools": {"main": pools}}
+
+
+def test_a_process_may_have_two_devices_and_where_it_has_half_of_one_it_stays_alone(here: Path):
+    assert over_devices("cluster.num_gpus_per_process=2") == {"cluster.pools": {"main": (4,)}}
+    assert over_devices("cluster.num_gpus_per_process=0.5") == {}
+
+
+def test_ranks_share_a_model_only_if_a_device_has_no_room_for_it_and_models_that_learn_come_first(here: Path):
+    def shards(gib: float) -> dict[str, object]:
+        chosen = over_devices("recipe=grpo", "kl.placement=loss", "rollout.cache_tokens=4096", gib=gib)
+        assert chosen.pop("cluster.pools") == {"main": (8,)}
+        return {key.removesuffix(".mesh.dp_shard"): value for key, value in chosen.items()}
+
+    assert [shards(gib) for gib in (80, 8, 0.5)] == [{}, {"actor": 8}, {"actor": 8, "reference": 8}]
+
+
+def test_ranks_of_one_node_share_a_model_before_those_of_all(here: Path):
+    def shards(gib: float) -> dict[str, object]:
+        return over_devices("recipe=grpo", "kl=null", "rollout.cache_tokens=4096", nodes=(4, 4), gib=gib)
+
+    pools = {"cluster.pools": {"main": (4, 4)}}
+    assert [shards(gib) for gib in (8, 3.2)] == [{**pools, "actor.mesh.dp_shard": num} for num in (4, 8)]
+
+
+def test_ranks_of_pools_that_were_said_share_a_model_too(here: Path):
+    pools = "cluster.pools={train: [2], side: [2]}"
+    places = [f"{role}.placement.pool=train" for role in ("actor", "critic", "reference")]
+    chosen = over_devices(pools, *places, "rollout.placement.pool=side", "rollout.cache_tokens=4096", gib=10)
+    assert chosen == {"actor.mesh.dp_shard": 2, "critic.mesh.dp_shard": 2}
+
+
+@pytest.mark.parametrize("alone", ["cluster.runtime=inline", "actor.mesh={dp_shard: 1, tp: 3}"])
+def test_what_cannot_be_shared_is_left_to_the_checks(here: Path, alone: str):
+    with contextlib.suppress(ConfigError):
+        assert over_devices(alone, gib=1) == {}
 
 
 @pytest.mark.parametrize("key", ["model.dtype", "engine.activations", "cluster.num_cpus_per_process"])

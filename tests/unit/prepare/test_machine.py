@@ -14,6 +14,7 @@ from rallypoint.prepare.machine import (
     check_machine,
     choices,
     describe_choices,
+    imagine,
     look_around,
     plan_on,
     shrunk,
@@ -72,6 +73,12 @@ def test_pools_larger_than_the_machine_are_refused_with_the_key_that_helps(machi
     said = refusal(machine, *overrides)
     assert problem in said
     assert remedy in said
+
+
+def test_nodes_that_are_described_are_compared_with_pools_although_a_cluster_is_joined():
+    joined = ("cluster.device=cuda", "cluster.address=auto", "engine.activations=keep")
+    assert check(imagine("2x8xH100"), *joined, "cluster.pools={main: [8, 8]}") == ()
+    assert "9 GPU  128 CPU, 8 GPU" in refusal(imagine("2x8xH100"), *joined, "cluster.pools={main: [9, 7]}")
 
 
 def test_threads_of_one_process_need_no_cores():

@@ -23,7 +23,12 @@ class PlacementConfig(Section):
 class MeshConfig(Section):
     """How the ranks of a role divide its model and its rows; ranks that these leave hold copies (dp_replicate)."""
 
-    dp_shard: int = key(1, at_least=1, help="Ranks that share one copy (FSDP2), each with rows of its own.")
+    dp_shard: int = key(
+        1,
+        at_least=1,
+        automatic=True,
+        help="Ranks that share one copy (FSDP2), each with its own rows; null: 1 if a device has room for that.",
+    )
     sp: int = key(1, at_least=1, help="Ranks that share the tokens of the same rows (Ulysses).")
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 
@@ -38,7 +43,7 @@ class ClusterConfig(Section):
     pools: dict[str, ProcessesPerNode] = key(
         {"main": (1,)},
         automatic=True,
-        help="Pool name to processes per node, such as {main: [4, 4]}; null: for all cores here, off the CPU one.",
+        help="Pool name to processes per node, such as {main: [4, 4]}; null: for all cores or devices here.",
     )
     num_cpus_per_process: int = key(
         1,
