@@ -13,10 +13,9 @@ from typing import Any, Self
 from rich.console import Console, RenderableType
 
 from rallypoint.display.frame import render
-from rallypoint.display.progress import Progress
-from rallypoint.display.state import Board
+from rallypoint.display.panel import Drawn
 from rallypoint.display.summary import print_summary
-from rallypoint.run.reports import RunInfo, StepReport, Summary
+from rallypoint.run.reports import Summary
 
 WIDTH, HEIGHT = 100, 30
 REFRESH_S = 0.5
@@ -26,43 +25,12 @@ Show = Callable[[str], None]
 """Puts HTML in the place of what it put before."""
 
 
-class NotebookPanel(Progress):
+class NotebookPanel(Drawn):
     """Shows a run in an output of the cell that started it."""
 
     def __init__(self, show: Show, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._show, self._clock, self._state, self._shown = show, clock, Board(clock), -REFRESH_S
-        self._is_finished = False
-
-    def start(self, run: RunInfo) -> None:
-        """See `Progress`, as for the other methods."""
-        self._state.start(run)
-        self._draw(at_once=True)
-
-    def waiting(self, message: str) -> None:
-        """Show what the run waits for."""
-        self._state.wait(message)
-        self._draw()
-
-    def step(self, report: StepReport) -> None:
-        """Draw soon."""
-        self._state.step(report)
-        self._draw()
-
-    def validation(self, step: int, score: float) -> None:
-        """Add the score to the sparkline."""
-        del step
-        self._state.validate(score)
-        self._draw()
-
-    def note(self, message: str) -> None:
-        """Draw at once."""
-        self._state.note(message)
-        self._draw(at_once=True)
-
-    def ending(self, message: str) -> None:
-        """Draw at once."""
-        self._state.end(message)
-        self._draw(at_once=True)
+        super().__init__(clock, REFRESH_S)
+        self._show, self._is_finished = show, False
 
     def finish(self, summary: Summary) -> None:
         """Put the summary in the place of the panel."""
@@ -78,13 +46,10 @@ class NotebookPanel(Progress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._is_finished:
-            self._draw(at_once=True)
+            self._draw()
 
-    def _draw(self, *, at_once: bool = False) -> None:
-        now = self._clock()
-        if at_once or now - self._shown >= REFRESH_S:
-            self._shown = now
-            self._show(as_html(render(self._state, WIDTH, HEIGHT)))
+    def _draw(self) -> None:
+        self._show(as_html(render(self._state, WIDTH, HEIGHT)))
 
 
 def as_html(drawn: RenderableType) -> str:

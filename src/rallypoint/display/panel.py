@@ -6,6 +6,7 @@ It draws when something was reported, at most three times a second, and once a s
 
 from __future__ import annotations
 
+import abc
 import math
 import os
 import threading
@@ -31,40 +32,65 @@ REFRESH_S = 1 / 3
 """Reports closer together than this share a frame; with the clock's own that is four a second."""
 
 
-class LivePanel(Progress):
-    """Shows a run in one panel that is redrawn in place."""
+class Drawn(Progress, abc.ABC):
+    """Keeps the state of a run, and draws it anew when something was reported."""
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], refresh_s: float) -> None:
+        """Begin without a run.
+
+        Args:
+            clock: seconds.
+            refresh_s: reports closer together than this share a picture, but those that are drawn at once.
+        """
+        self._clock, self._refresh_s, self._drawn = clock, refresh_s, -math.inf
         self._state = Board(clock)
         self._lock = threading.RLock()  # a signal handler may come in between
-        self._drawn = -math.inf
-        self._screen = Screen(console, self._render)
 
     def start(self, run: RunInfo) -> None:
         """See `Progress`, as for the other methods."""
-        self._show(self._state.start, run)
+        self._take(self._state.start, run, at_once=True)
 
     def waiting(self, message: str) -> None:
         """Count the seconds of the wait."""
-        self._show(self._state.wait, message)
+        self._take(self._state.wait, message)
 
     def step(self, report: StepReport) -> None:
         """Redraw soon."""
-        self._show(self._state.step, report)
+        self._take(self._state.step, report)
 
     def validation(self, step: int, score: float) -> None:  # noqa: ARG002 - the sparkline has no step axis
         """Add the score to the sparkline."""
-        self._show(self._state.validate, score)
+        self._take(self._state.validate, score)
 
     def note(self, message: str) -> None:
         """Redraw at once."""
-        self._show(self._state.note, message, at_once=True)
+        self._take(self._state.note, message, at_once=True)
 
     def ending(self, message: str) -> None:
         """Redraw at once, and keep the message."""
-        self._show(self._state.end, message, at_once=True)
+        self._take(self._state.end, message, at_once=True)
+
+    def _take(self, take: Callable[[ReportT], None], report: ReportT, *, at_once: bool = False) -> None:
+        """Take a report and redraw; if that was done just now, the next report redraws."""
+        with self._lock:
+            take(report)
+        now = self._clock()
+        if at_once or now - self._drawn >= self._refresh_s:
+            self._drawn = now
+            self._draw()
+
+    @abc.abstractmethod
+    def _draw(self) -> None:
+        """Draw the state."""
+
+
+class LivePanel(Drawn):
+    """Shows a run in one panel that is redrawn in place."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock, REFRESH_S)
+        self._console = console
+        self._screen = Screen(console, self._render)
 
     def finish(self, summary: Summary) -> None:
         """Replace the panel by the summary."""
@@ -91,13 +117,8 @@ class LivePanel(Progress):
         with self._lock:
             return render(self._state, width, height)
 
-    def _show(self, take: Callable[[ReportT], None], report: ReportT, *, at_once: bool = False) -> None:
-        """Take a report and redraw; if the panel was drawn just now, the next report or the clock redraws it."""
-        with self._lock:
-            take(report)
-        now = self._clock()
-        if self._screen.is_started and (at_once or now - self._drawn >= REFRESH_S):
-            self._drawn = now
+    def _draw(self) -> None:
+        if self._screen.is_started:
             self._screen.refresh()
 
 
