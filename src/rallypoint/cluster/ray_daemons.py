@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rallypoint.cluster.reaper import stat_of
+
 _REASON = re.compile(r'reason_message: "([^"]+)"')
 _LOG_BYTES = 2**16
 _LOOK_MS = 1000
@@ -131,9 +133,8 @@ def _state(pid: int) -> str | None:
     """Return the letter of a process's state; None when it is gone. Where there is no /proc all seem to run."""
     if not Path("/proc/self/stat").exists():
         return "S"
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return None
+    found = stat_of(pid)
+    return None if found is None else found[1]
 
 
 @contextlib.contextmanager

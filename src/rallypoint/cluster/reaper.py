@@ -85,7 +85,7 @@ class Guard:
         now = self._clock()
         passed_s, self._looked_at = min(now - self._looked_at, 3 * LOOK_S), now
         number = int.from_bytes(os.pread(self._busy, PAGE_BYTES, 0), sys.byteorder)
-        if number != self._number or _is_stopped(self._driver):
+        if number != self._number or is_stopped(self._driver):
             self._number, self._waited_s = number, 0.0
         elif number:
             self._waited_s += passed_s
@@ -111,12 +111,21 @@ def _say_there(process: int, what: str) -> None:
         errors.write(f"error: process {process} {what}\n")
 
 
-def _is_stopped(pid: int) -> bool:
+def stat_of(pid: int) -> tuple[str, str, int] | None:
+    """Return a process's program, the letter of its state, and its parent; None if it is gone, or without /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
+            before, _, after = file.read().rpartition(")")
     except OSError:
-        return False
+        return None
+    state, parent, *_ = after.split()
+    return before.partition("(")[2], state, int(parent)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger."""
+    found = stat_of(pid)
+    return found is not None and found[1] in "Tt"
 
 
 def _end_of(driver: int, guard: Guard | None) -> str:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rallypoint.cluster.process import ProcessInfo
+from rallypoint.cluster.reaper import is_stopped
 
 _PATIENCE_S = 5.0
 
@@ -78,7 +79,7 @@ def _by_itself(process: ProcessInfo) -> str:
     written = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}")
     stopped = "(the process is stopped, so it cannot write its stacks)"
     try:
-        if _is_stopped(process.pid):
+        if is_stopped(process.pid):
             return stopped
         before = len(written.read_bytes())
         os.kill(process.pid, signal.SIGUSR1)
@@ -88,12 +89,8 @@ def _by_itself(process: ProcessInfo) -> str:
             time.sleep(0.05)
             seen, text = text, written.read_bytes()[before:]
             is_growing = not text or text != seen
-        if not text and _is_stopped(process.pid):  # a busy machine may let it stop late
+        if not text and is_stopped(process.pid):  # a busy machine may let it stop late
             return stopped
     except OSError as error:
         return f"(cannot be asked for its stacks: {error})"
     return text.decode(errors="replace") or f"(did not write its stacks within {_PATIENCE_S:g} s)"
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"

@@ -6,7 +6,6 @@ Ray's own processes, damaged files, a second writer, rewards that fail. `recipes
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -234,10 +233,8 @@ SHORT = (
 def children_of(pid: int) -> Iterator[tuple[int, str]]:
     """Yield number and program of a process's children."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
-            before, _, after = file.read().rpartition(")")
-            if int(after.split()[1]) == pid:
-                yield int(entry), before.partition("(")[2]
+        if (found := reaper.stat_of(int(entry))) is not None and found[2] == pid:
+            yield int(entry), found[0]
 
 
 def _signal(number: signal.Signals, program: str = "") -> Callable[[int, RunFolder], str]:

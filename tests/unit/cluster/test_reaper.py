@@ -133,7 +133,7 @@ def test_a_driver_that_does_not_come_back_from_a_question_is_lost_unless_it_is_s
         assert not any(looks(20, 20)), "Ctrl-Z is no silence of Ray's"
         driver.send_signal(signal.SIGCONT)
         until = time.monotonic() + 30
-        while reaper._is_stopped(driver.pid) and time.monotonic() < until:
+        while reaper.is_stopped(driver.pid) and time.monotonic() < until:
             time.sleep(0.01)
         assert looks(20, 3) == [False, False, True]
     finally:
