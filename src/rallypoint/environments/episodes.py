@@ -26,8 +26,7 @@ from rallypoint.user_code import (
 )
 
 if TYPE_CHECKING:
-    from rallypoint.environments.client import Client
-    from rallypoint.environments.environment import Episode, Prompt
+    from rallypoint.environments.environment import Episode, PromptEpisode
 
 _EXPECTED = "expected an async function of (client, example) or (prompt, client), or a plain one of (client, example)"
 _OR_CLASS = f"{_EXPECTED}, or a class with reset(example) and step(message)"
@@ -96,20 +95,21 @@ def name_of(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def called(episode: Episode, prompt: Prompt, client: Client) -> Awaitable[object]:
-    """Call an episode with what it takes.
+def with_prompt_first(episode: Episode) -> PromptEpisode:
+    """Return an episode as a function of (prompt, client), whatever it takes.
 
     >>> from rallypoint.environments.environment import Prompt
     >>> async def episode(client, example): ...
-    >>> running = called(episode, Prompt((), "the example"), "the client")
+    >>> running = with_prompt_first(episode)(Prompt((), "the example"), "the client")
     >>> running.cr_frame.f_locals, running.close()
     ({'client': 'the client', 'example': 'the example'}, None)
     """
     if isinstance(episode, type):
-        return play(episode, prompt.example, client)
+        return lambda prompt, client: play(episode, prompt.example, client)
     function = cast("Callable[[object, object], Awaitable[object]]", episode)
-    first = next(iter(own_signature(function).parameters), "")
-    return function(client, prompt.example) if first == "client" else function(prompt, client)
+    if next(iter(own_signature(function).parameters), "") == "client":
+        return lambda prompt, client: function(client, prompt.example)
+    return function
 
 
 def _is_async_object(function: object) -> bool:

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
-from rallypoint.environments.environment import Episode, Prompt
-from rallypoint.environments.episodes import load_episode
+from rallypoint.environments.environment import Episode, Prompt, PromptEpisode
+from rallypoint.environments.episodes import load_episode, with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.errors import ConfigError, ServingError, UserCodeError
 from rallypoint.extras import why_not
@@ -28,8 +28,8 @@ from rallypoint.generation import GenerationEngine, Output, Request, SamplingPar
 from rallypoint.generation.engine_thread import EngineThread
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.sampling.client import EpisodeClient, Terms
-from rallypoint.sampling.episode_end import EpisodeLimits, Results
-from rallypoint.sampling.episode_task import BlockingWatch, leave_for_good
+from rallypoint.sampling.episode_end import Results
+from rallypoint.sampling.episode_task import BlockingWatch, EpisodeLimits, leave_for_good
 from rallypoint.types import Trajectory, Turn
 
 ResultT = TypeVar("ResultT")
@@ -131,7 +131,7 @@ class Play:
                 playing.cancel()
 
     @contextlib.asynccontextmanager
-    async def _opened(self) -> AsyncIterator[tuple[Episode, Terms]]:
+    async def _opened(self) -> AsyncIterator[tuple[PromptEpisode, Terms]]:
         """Yield what makes a rollout, and what its clients have in common."""
         BlockingWatch(self.say, sys._current_frames)
         limits = EpisodeLimits(turn_s=self.rollout.turn_timeout_s, episode_s=self.rollout.episode_timeout_s)
@@ -141,17 +141,17 @@ class Play:
             strips = self.rollout.thinking == "strip"
             terms = Terms(sampler, self.tokenizer, self.max_tokens, limits, self.results, strips)
             if not isinstance(self.episode, str):
-                yield self.episode, terms
+                yield with_prompt_first(self.episode), terms
                 return
             spec = self.episode
             if is_blocking(spec):
                 plain = PlainEpisodes(spec, self.tokenizer)
                 stack.push_async_callback(plain.close)
                 await plain.open()
-                yield plain, terms
+                yield with_prompt_first(plain), terms
                 return
             if not is_agent(spec):
-                yield _loaded(spec), terms
+                yield with_prompt_first(_loaded(spec)), terms
                 return
             try:
                 from rallypoint.recipes.agents import Agents
@@ -161,7 +161,7 @@ class Play:
             agents = Agents(spec, self.tokenizer, *tokens, say=self.say, strips_thinking=strips)
             stack.push_async_callback(agents.close)
             await agents.open()
-            yield agents, terms
+            yield with_prompt_first(agents), terms
 
 
 def _loaded(spec: str) -> Episode:

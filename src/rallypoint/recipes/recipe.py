@@ -10,7 +10,6 @@ import abc
 import dataclasses
 import importlib
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -56,7 +55,6 @@ from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches
 from rallypoint.sampling.source import RolloutSource
-from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 
 if TYPE_CHECKING:
@@ -114,7 +112,6 @@ class Setup:
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if transport_name(self.config) is None:
             self.journal.say(f"published weights: {describe_transport(rollouts.transport.name)}")
-        times = Timekeeper(time.monotonic, self.journal)
         mailbox = Mailbox(rollouts, schedule, keeper=self.placement)
         self.placement.refillers["rollout"] = mailbox
         return RolloutSource(
@@ -123,7 +120,7 @@ class Setup:
             prompts,
             Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
-            Watch(self.journal.say, times),
+            Watch(self.journal),
         )
 
     def examples(self) -> ExampleSource:

@@ -1,7 +1,7 @@
 """What an episode samples with, and its way from the prompt to its end.
 
 Owns: how a turn continues those before, and the rules of an episode. Must not know: groups, scores, which prompts these
-are; what an episode may return, or how its time is counted (`episode_end.py`).
+are; what an episode may return (`episode_end.py`), or how its time is counted (`episode_task.py`).
 
 A rollout is the turns that the client has returned: they have the tokens that the policy sampled, and training
 recomputes their logprobs in the same context. So an episode may leave out the last turns, but cannot change or skip
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Self, cast
@@ -23,8 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import ChatMessage
 from rallypoint.environments.chat import Chat, Messages, said_in
-from rallypoint.environments.environment import Episode, Prompt
-from rallypoint.environments.episodes import called
+from rallypoint.environments.environment import Prompt, PromptEpisode
 from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
@@ -32,8 +32,8 @@ from rallypoint.generation import Output, Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import RequestSampler, is_whole
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.calls import Call, Calls
-from rallypoint.sampling.episode_end import EpisodeLimits, OwnTime, Results, failure_of
-from rallypoint.sampling.episode_task import Ending, leave, where
+from rallypoint.sampling.episode_end import Results, failure_of
+from rallypoint.sampling.episode_task import Ending, EpisodeLimits, OwnTime, leave, where
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.types import ROOT, Limit, Trajectory, Turn
 
@@ -104,15 +104,13 @@ class EpisodeClient:
         self._asking = set[asyncio.Task[object]]()
         """Whatever parts of the episode wait for a response."""
         self._engine_errors: list[BaseException] = []
-        example = self._prompt.example
-        self.chats = Chat(
-            terms.tokenizer,
-            params.stop_tokens,
-            (self.prompt, example.prompt),
-            example.tools,
-            strips_thinking=terms.strips_thinking,
-        )
+
+    @functools.cached_property
+    def chats(self) -> Chat:
         """What is said in messages; that of an agent is its session's."""
+        example, stops = self._prompt.example, self.params.stop_tokens
+        prompt = self.prompt, example.prompt
+        return Chat(self.tokenizer, stops, prompt, example.tools, strips_thinking=self._terms.strips_thinking)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -129,7 +127,7 @@ class EpisodeClient:
         """See `Client.tokenizer`."""
         return self._terms.tokenizer
 
-    async def rollout(self, episode: Episode) -> Trajectory | RolloutFailure:
+    async def rollout(self, episode: PromptEpisode) -> Trajectory | RolloutFailure:
         """Return the rollout that an episode makes of the prompt, or why there is none.
 
         A rollout whose row had no room for a further turn is truncated.
@@ -167,11 +165,11 @@ class EpisodeClient:
             **dataclasses.asdict(found),
         )
 
-    async def _end_of(self, episode: Episode, time: OwnTime) -> Trajectory | EpisodeFailed:
+    async def _end_of(self, episode: PromptEpisode, time: OwnTime) -> Trajectory | EpisodeFailed:
         """Run an episode to its end."""
         await self._repeat(time)
         try:
-            found = await called(episode, self._prompt, self)
+            found = await episode(self._prompt, self)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything: a counted value
             return failure_of(error, is_of_engine=any(error is each for each in self._engine_errors))
         result = found if isinstance(found, EpisodeFailed) else self._terms.results.read(found, self._calls)

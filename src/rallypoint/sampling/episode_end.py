@@ -1,8 +1,6 @@
-"""The end of an episode: a rollout with its rewards, or a failure of one of six kinds, at its deadline for one.
+"""The end of an episode: a rollout with its rewards, or a failure of one of six kinds.
 
-Owns: what an episode may return, which kind of failure an exception is, and when it has taken too long. The time in
-which a response is sampled does not count, as it depends on how much else there is to sample; that of tools does. Must
-not know: requests, groups.
+Owns: what an episode may return, and which kind of failure an exception is. Must not know: requests, groups.
 
 What a result means for an episode of two turns:
 
@@ -16,20 +14,16 @@ What a result means for an episode of two turns:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self, cast
 
 from rallypoint.config import RunConfig
 from rallypoint.environments.failures import EpisodeFailed, failure_kind_of
 from rallypoint.environments.outcome import Scores, as_number, is_ours, too_large, unwrapped
-from rallypoint.errors import (
-    first_line,
-)
+from rallypoint.errors import first_line
 from rallypoint.sampling.calls import Calls
 from rallypoint.types import Trajectory, Turn
 from rallypoint.user_code import format_user_traceback
@@ -39,8 +33,6 @@ _RESULTS = (
     "expected a reward, a list with a reward for each turn, a dict of numbers such as {'reward': 0.5, 'moves': 7}, a "
     "Trajectory, or None to have the reward function score it"
 )
-_LONGEST_S = 1e6
-"""Seconds after which a timer looks again; event loops have none of any length."""
 _HERE = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -88,81 +80,6 @@ class Results:
                 "returned a reward, which is none of reward.functions; return None, or set reward.functions=[]"
             )
         return rollout
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """How long an episode may take for itself."""
-
-    turn_s: float = math.inf
-    """Seconds between two responses."""
-    episode_s: float = math.inf
-    """Seconds of all turns together."""
-    hold: Callable[[], bool] = lambda: True
-    """Whether they hold now; not in a run that repeats another, in which they did what they do."""
-
-
-class OwnTime:
-    """Counts the seconds of one episode, in a running event loop."""
-
-    def __init__(self, limits: EpisodeLimits) -> None:
-        """Begin to count."""
-        self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
-        """Why the episode is to be ended."""
-        self._limits, self._loop, self._num_paused = limits, asyncio.get_running_loop(), 0
-        self._total_s, self._since, self._timer = 0.0, 0.0, asyncio.TimerHandle(0.0, lambda: None, (), self._loop)
-        self._begin()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the time of the block; several may overlap."""
-        self._num_paused += 1
-        self.stop()
-        try:
-            yield
-        finally:
-            self._num_paused -= 1
-            if not self._num_paused and not self.is_over.done():
-                self._begin()
-
-    def stop(self) -> float:
-        """Count no further; return the seconds so far."""
-        if not self._timer.cancelled():
-            self._timer.cancel()
-            self._total_s += self._loop.time() - self._since
-        return self._total_s
-
-    def end(self, why: EpisodeFailed) -> None:
-        """Have the episode ended."""
-        if not self.is_over.done():
-            self.is_over.set_result(why)
-
-    def fail(self, error: BaseException) -> None:
-        """Have the one who waits for the episode raise what is not the episode's own fault."""
-        if self.is_over.done():
-            return
-        if isinstance(error, asyncio.CancelledError):
-            self.is_over.cancel()
-        else:
-            self.is_over.set_exception(error)
-
-    def _begin(self) -> None:
-        self._since = self._loop.time()
-        self._look()
-
-    def _look(self) -> None:
-        """End the episode if there were too many, else look again when there may be."""
-        turn_s = self._loop.time() - self._since
-        total_s = self._total_s + turn_s
-        left_s = min(self._limits.turn_s - turn_s, self._limits.episode_s - total_s)
-        if left_s <= 0 and self._limits.hold():
-            if total_s >= self._limits.episode_s:
-                said = f"took more than rollout.episode_timeout_s={self._limits.episode_s:g} s for itself"
-            else:
-                said = f"took more than rollout.turn_timeout_s={self._limits.turn_s:g} s without asking for a response"
-            self.end(EpisodeFailed("timeout", f"the episode {said}"))
-        else:
-            self._timer = self._loop.call_later(min(left_s, _LONGEST_S) if left_s > 0 else 1.0, self._look)
 
 
 def failure_of(error: BaseException, *, is_of_engine: bool) -> EpisodeFailed:

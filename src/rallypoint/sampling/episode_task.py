@@ -1,7 +1,8 @@
-"""The task of the event loop in which an episode runs: its end, and where it waits.
+"""The task of the event loop in which an episode runs: its deadline, its end, and where it waits.
 
-Owns: that an episode which is given up holds up nothing, even if it swallows its cancellation, and that one which
-blocks the loop is told so. Must not know: clients, what an episode returns.
+Owns: when an episode has taken too long, that one which is given up holds up nothing, even if it swallows its
+cancellation, and that one which blocks the loop is told so. The time in which a response is sampled does not count, as
+it depends on how much else there is to sample; that of tools does. Must not know: clients, what an episode returns.
 
 A thread has the loop set an event now and then; if that takes long, it looks at what the loop's own thread is doing.
 Tokens and turns cost nothing.
@@ -10,14 +11,17 @@ Tokens and turns cost nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import inspect
+import math
 import os
 import sysconfig
 import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -37,8 +41,85 @@ _WHAT_TO_DO = (
 )
 _PASSES = 10
 """Passes of the event loop in which an episode that is cancelled ends."""
+_LONGEST_S = 1e6
+"""Seconds after which a timer looks again; event loops have none of any length."""
 _LEFT_BEHIND: set[asyncio.Task[Trajectory | EpisodeFailed]] = set()
 """Episodes that were cancelled and have not ended; an event loop alone does not keep them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """How long an episode may take for itself."""
+
+    turn_s: float = math.inf
+    """Seconds between two responses."""
+    episode_s: float = math.inf
+    """Seconds of all turns together."""
+    hold: Callable[[], bool] = lambda: True
+    """Whether they hold now; not in a run that repeats another, in which they did what they do."""
+
+
+class OwnTime:
+    """Counts the seconds of one episode, in a running event loop."""
+
+    def __init__(self, limits: EpisodeLimits) -> None:
+        """Begin to count."""
+        self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
+        """Why the episode is to be ended."""
+        self._limits, self._loop, self._num_paused = limits, asyncio.get_running_loop(), 0
+        self._total_s, self._since, self._timer = 0.0, 0.0, asyncio.TimerHandle(0.0, lambda: None, (), self._loop)
+        self._begin()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of the block; several may overlap."""
+        self._num_paused += 1
+        self.stop()
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+            if not self._num_paused and not self.is_over.done():
+                self._begin()
+
+    def stop(self) -> float:
+        """Count no further; return the seconds so far."""
+        if not self._timer.cancelled():
+            self._timer.cancel()
+            self._total_s += self._loop.time() - self._since
+        return self._total_s
+
+    def end(self, why: EpisodeFailed) -> None:
+        """Have the episode ended."""
+        if not self.is_over.done():
+            self.is_over.set_result(why)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the one who waits for the episode raise what is not the episode's own fault."""
+        if self.is_over.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.is_over.cancel()
+        else:
+            self.is_over.set_exception(error)
+
+    def _begin(self) -> None:
+        self._since = self._loop.time()
+        self._look()
+
+    def _look(self) -> None:
+        """End the episode if there were too many, else look again when there may be."""
+        turn_s = self._loop.time() - self._since
+        total_s = self._total_s + turn_s
+        left_s = min(self._limits.turn_s - turn_s, self._limits.episode_s - total_s)
+        if left_s <= 0 and self._limits.hold():
+            if total_s >= self._limits.episode_s:
+                said = f"took more than rollout.episode_timeout_s={self._limits.episode_s:g} s for itself"
+            else:
+                said = f"took more than rollout.turn_timeout_s={self._limits.turn_s:g} s without asking for a response"
+            self.end(EpisodeFailed("timeout", f"the episode {said}"))
+        else:
+            self._timer = self._loop.call_later(min(left_s, _LONGEST_S) if left_s > 0 else 1.0, self._look)
 
 
 class Ending(asyncio.Future[None]):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,19 +23,21 @@ from rallypoint.algorithms import Advantage
 from rallypoint.config import RunConfig
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.failures import RolloutFailure, check_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scored import SampledGroup, ScoredGroup
 from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import RallyError
 from rallypoint.generation import SamplingParams
+from rallypoint.journal import Journal, TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.episode_task import leave_for_good
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.timekeeper import Timekeeper, Times, turns_of
+from rallypoint.sampling.timekeeper import Timekeeper, failed_event, scored_event, turns_of
 from rallypoint.types import Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
@@ -57,15 +60,19 @@ class Rewards:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told what is waited for, and when."""
+    """Who is told what happens and what is waited for, and when."""
 
-    say: Callable[[str], None]
-    """Given a line for the user, from any thread."""
-    times: Timekeeper
+    journal: Journal
     patience_s: float = 30.0
     """Seconds that a step waits before it names a group that is much slower than the others."""
     grace_s: float = 5.0
     """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    """Start of the run."""
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+        return round(time.monotonic() - self.began_s, 4)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -84,8 +91,12 @@ class GroupInFlight:
     """Its rollouts."""
     scored: asyncio.Future[ScoredGroup]
     """What the reward function says of them."""
-    times: Times
-    """When what happened to it."""
+    admitted_s: float
+    """Seconds of the run at its admission; the next ones are None until then."""
+    sampled_s: float | None = None
+    scored_s: float | None = None
+    turns: tuple[TurnSampled, ...] = ()
+    """Its responses, when it is sampled."""
 
     def close(self) -> None:
         """Give it up."""
@@ -138,8 +149,10 @@ class InFlight:
         """Those of training; validation has its own."""
         self.scored: asyncio.Queue[GroupInFlight | None] = asyncio.Queue()
         """Groups as they are scored, of the validation, too; None when all are cancelled."""
-        self._config, self._mailbox, self._rewards, self._episode = config, mailbox, rewards, episode
+        self._config, self._mailbox, self._rewards = config, mailbox, rewards
+        self._episode = with_prompt_first(episode)
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
+        self.times = Timekeeper()
         # Each admitted batch keeps one busy, and asyncio's own are few.
         self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
         self._interrupted = asyncio.Event()
@@ -191,36 +204,35 @@ class InFlight:
             num_rows=max(of_step, len(prompts)) * group_size,
             max_failed=self._config.rollout.max_failed,
             has_models=bool(self._config.reward.all_models),
-            warn=self._watch.say,
+            warn=self._watch.journal.say,
             ended=ended,
         )
         batch = AdmittedBatch(scoring, max(of_step, len(prompts)) * group_size, validation)
         loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.end_if_it_failed)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
-            times = Times(admitted=self._watch.times.now())
             recorded = [self._mailbox.schedule.failure_of(index, sample, validation) for sample in range(group_size)]
             clients = [
                 EpisodeClient(self._terms, params, (index, prompt), sample, rank=rank, recorded=failure)
                 for sample, failure in enumerate(recorded)
             ]
-            sampled = asyncio.create_task(self._sample(place, prompt, clients, times, batch))
+            sampled = asyncio.create_task(self._sample(place, prompt, clients, batch))
             sampled.add_done_callback(self.end_if_it_failed)
-            group = GroupInFlight(index, prompt.example.name, rank, batch, sampled, loop.create_future(), times)
-            batch.groups.append(group)
+            scored, now = loop.create_future(), self._watch.now()
+            batch.groups.append(GroupInFlight(index, prompt.example.name, rank, batch, sampled, scored, now))
         all_sampled = asyncio.gather(*(group.sampled for group in batch.groups), return_exceptions=True)
         all_sampled.add_done_callback(lambda _: scoring.finish())
         return batch.groups
 
     def _end(self, group: GroupInFlight, scored: ScoredGroup) -> None:
         if not group.scored.done():
-            group.times.scored = self._watch.times.now()
-            self._watch.times.scored(group, group.batch.validation)
+            group.scored_s = self._watch.now()
+            self._watch.journal.append(scored_event(group, group.batch.validation))
             group.scored.set_result(scored)
             self.scored.put_nowait(group)
 
     async def _sample(
-        self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], times: Times, batch: AdmittedBatch
+        self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], batch: AdmittedBatch
     ) -> SampledGroup:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
         episodes = [asyncio.create_task(client.rollout(self._episode)) for client in clients]
@@ -232,8 +244,7 @@ class InFlight:
         params, index = clients[0].params, clients[0].prompt_index
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
         failures = [one for one in found if isinstance(one, RolloutFailure)]
-        for failure in failures:
-            self._watch.times.failed(failure, batch.validation)
+        self._watch.journal.append(*(failed_event(failure, batch.validation) for failure in failures))
         batch.failures += failures
         check_failures(batch.failures, batch.num_rows, self._config.rollout.max_failed)
         rows = assemble(
@@ -244,8 +255,8 @@ class InFlight:
             by_token=self._config.rollout.max_staleness > 0,
             has_states=self._config.advantage.name == "gigpo",
         )
-        times.sampled = self._watch.times.now()
-        times.turns = tuple(turns_of(kept))
+        in_flight = batch.groups[place]
+        in_flight.sampled_s, in_flight.turns = self._watch.now(), tuple(turns_of(kept))
         own, rollouts = [*map(scores_of, kept.values())], tuple(kept.values())
         group = SampledGroup(rows, [prompt.example] * len(rows), own, failures, rollouts)
         batch.scoring.add(place, group)
@@ -327,8 +338,8 @@ class InFlight:
                 await asyncio.wait({task, self._failure}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if self._failure.done():
                     self._failure.result()
-                if not task.done() and (told := self._held_up(groups) or self._watch.times.slowest(groups)) is not None:
-                    self._watch.say(told)
+                if not task.done() and (told := self._held_up(groups) or self.times.slowest(groups, self._watch.now())):
+                    self._watch.journal.say(told)
             return task.result()
         finally:
             task.cancel()

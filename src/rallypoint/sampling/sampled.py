@@ -28,6 +28,9 @@ from rallypoint.types import Maximum, Mean, Metric, Metrics, RolloutBatch, Score
 _MOST_TURNS = 8
 """Turns of a rollout that have a metric each: more would be noise."""
 
+_MOST_SOURCES = 32
+"""Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampled:
@@ -67,6 +70,45 @@ class Sampled:
         return dataclasses.replace(
             self, batch=dataclasses.replace(batch, steps_behind=behind), metrics=merge(self.metrics, measured)
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """What there is to measure of the rollouts of a run."""
+
+    is_shown: torch.Tensor
+    """[V] by token id, whether a response shows it or ends with it; ids beyond are shown by nothing."""
+    has_episode: bool
+    """Whether a rollout may have several turns, and metrics of its own."""
+    is_dynamic: bool
+    """Whether groups are replaced."""
+    num_sources: int
+    """Values of `data_source` in the training data."""
+
+    def sampled(
+        self,
+        batch: ScoredBatch,
+        rollouts: StepRollouts,
+        failures: Sequence[RolloutFailure],
+        episodes: Sequence[Trajectory],
+    ) -> Sampled:
+        """Return a batch with what there is to measure of it.
+
+        Args:
+            batch: what is learned from.
+            rollouts: all of its step, with those of replaced groups.
+            failures: why others are left out.
+            episodes: the rollouts turn by turn.
+        """
+        scored = rollouts.scored
+        measured = measure(rollouts.rows, scored, num_failed=len(failures), is_shown=self.is_shown)
+        if self.has_episode:
+            measured = merge(measured, measure_episodes(episodes, failures))
+        if self.is_dynamic:
+            measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
+        if 1 < self.num_sources <= _MOST_SOURCES:
+            measured = merge(measured, measure_sources(scored, rollouts.examples))
+        return Sampled(batch, merge(measured, scored.metrics), rollouts)
 
 
 class Batches(Subscriber, Protocol):

@@ -25,6 +25,7 @@ from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.failures import check_failures, describe_failures
 from rallypoint.environments.scored import ModelScores, combine
 from rallypoint.errors import RewardError, ScheduleError, StalenessError
+from rallypoint.journal import GroupDropped
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
@@ -33,13 +34,11 @@ from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts, TrainingPrompts
-from rallypoint.sampling.sampled import Sampled, measure, measure_episodes, measure_sources, penalty_of, shown_tokens
-from rallypoint.types import Last, Mean, Metrics, RolloutBatch, Sum, merge
+from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
+from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
 _VALIDATION_STREAM = 2**32
-_MOST_SOURCES = 32
-"""Values of `data_source` in the training data that have metrics of their own, each; more would be noise."""
 _NO_SIGNAL = (
     "rollout.dynamic_sampling={batches}: the scores of all rollouts were equal for {num} prompts of a step, {batches} "
     "times rollout.num_prompts, which are too hard, too easy or too narrow to learn from. Look at the rollouts; mix in "
@@ -74,10 +73,14 @@ class RolloutSource:
         """Groups that were dropped, and that no step has counted yet."""
         self._is_complete = asyncio.Event()
         """Set when another group is complete."""
-        self._penalty, self._has_episode = penalty_of(config), episode is not single_turn
-        self._train = TrainingPrompts(config, prompts.train)
+        self._penalty, self._train = penalty_of(config), TrainingPrompts(config, prompts.train)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
-        self._is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
+        self._measuring = Measuring(
+            is_shown=shown_tokens(prompts.tokenizer, prompts.stop_tokens),
+            has_episode=episode is not single_turn,
+            is_dynamic=bool(config.rollout.dynamic_sampling),
+            num_sources=self._train.num_sources,
+        )
         self._num_loads = 0
         self.done = PromptsDone()
         asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
@@ -142,7 +145,7 @@ class RolloutSource:
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have the ranks load new weights; a run that samples ahead has more to sample then."""
         await self.mailbox.load(version, published)
-        self._watch.times.loaded()
+        self._in_flight.times.loaded_s = self._watch.now()
         if self._config.rollout.max_staleness:
             self._admit()
 
@@ -156,8 +159,8 @@ class RolloutSource:
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
         """
-        rollout, times = self._config.rollout, self._watch.times
-        times.asked()
+        rollout, times = self._config.rollout, self._in_flight.times
+        times.asked_s = self._watch.now()
         await self._begin_again()
         groups, replaced, counts = await self._choose()
         sampled = await self._batch_of(groups, replaced)
@@ -169,7 +172,9 @@ class RolloutSource:
         if self._train.num_in_epoch is not None:
             counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._train.num_in_epoch)}))
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
-        idle = times.taken(self._groups.num_taken // rollout.num_prompts, groups, self.mailbox.take_busy_s())
+        step, busy_s = self._groups.num_taken // rollout.num_prompts, self.mailbox.take_busy_s()
+        event, idle = times.taken(step, groups, busy_s, self._watch.now())
+        self._watch.journal.append(event)
         if rollout.max_staleness:
             aged = sampled.aged(self._groups.age, keeps=rollout.on_load == "keep")
             sampled = dataclasses.replace(aged, metrics=merge(aged.metrics, idle))
@@ -225,7 +230,7 @@ class RolloutSource:
         """Drop groups without a signal; the next prompts get their slots."""
         for index in indices:
             self._groups.drop(index)
-            self._watch.times.dropped(index, "no signal")
+            self._watch.journal.append(GroupDropped(prompt=index, why="no signal"))
             self._dropped[index] = self._in_flight.groups.pop(index)
 
     async def _choose(self) -> tuple[list[GroupInFlight], list[GroupInFlight], Metrics]:
@@ -251,8 +256,7 @@ class RolloutSource:
             if isinstance(self._groups, OverSampledGroups):
                 aborted = self._groups.abort([group.index for group in groups])
                 await self._in_flight.abort(aborted)
-                for index in aborted:
-                    self._watch.times.dropped(index, "others had ended")
+                self._watch.journal.append(*(GroupDropped(prompt=one, why="others had ended") for one in aborted))
                 counts["rollout/num_aborted"] = Sum(len(aborted))
         return groups, replaced, Metrics(counts)
 
@@ -324,7 +328,7 @@ class RolloutSource:
                 num, most = len(failures) + sum(len(each.rows) for each in sampled), self._config.rollout.max_failed
                 check_failures(failures, num, most)
             if failures:
-                self._watch.say(f"left out: {describe_failures(failures)}")
+                self._watch.journal.say(f"left out: {describe_failures(failures)}")
             with span("reward"):
                 rows = RolloutBatch.join([group.rows for group in sampled])
                 # The whole batch at once: the last bits of a score depend on which rows are computed together.
@@ -333,7 +337,7 @@ class RolloutSource:
                 scored = combine(scored_groups, models=models)
                 check_failures([*failures, *scored.failures], num, most)
         if scored.failures:
-            self._watch.say(describe_failures(scored.failures))
+            self._watch.journal.say(describe_failures(scored.failures))
         if not len(scored.batch):
             raise RewardError(f"no rollout could be scored: {describe_failures(scored.failures)}")
         batch = scored.batch
@@ -344,15 +348,8 @@ class RolloutSource:
             scored_groups = [*scored_groups, *(group.scored.result() for group in replaced)]
             scored = combine(scored_groups)
         rollouts = StepRollouts.of(rows, scored, scored_groups, {group.index for group in replaced})
-        measured = measure(rows, scored, num_failed=len(failures), is_shown=self._is_shown)
-        if self._has_episode:
-            counted = [each for group in (*groups, *replaced) for each in group.sampled.result().rollouts]
-            measured = merge(measured, measure_episodes(counted, failures))
-        if self._config.rollout.dynamic_sampling:
-            measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
-        if 1 < self._train.num_sources <= _MOST_SOURCES:
-            measured = merge(measured, measure_sources(scored, rollouts.examples))
-        return Sampled(batch, merge(measured, scored.metrics), rollouts)
+        episodes = [each for group in (*groups, *replaced) for each in group.sampled.result().rollouts]
+        return self._measuring.sampled(batch, rollouts, failures, episodes)
 
     def hurry(self) -> None:
         """Give episodes and the reward function only a few more seconds, because the run is ending."""

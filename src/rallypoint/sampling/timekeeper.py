@@ -1,22 +1,21 @@
 """How long sampler and trainer wait for each other, and for whom.
 
-Owns: the times of a run's groups and batches in its journal, the shares of time in which nobody worked, and the
-words for a group that is much slower than others. Must not know: what a batch is made of. The clock is passed in.
+Owns: what the journal has of groups and batches, the shares of time in which nobody worked, and the words for a group
+that is much slower than others. Must not know: what a batch is made of, or what time it is.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import statistics
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from rallypoint.environments.failures import RolloutFailure
-from rallypoint.journal import BatchTaken, GroupDropped, GroupScored, Journal, RolloutFailed, TurnSampled
+from rallypoint.journal import BatchTaken, GroupScored, RolloutFailed, TurnSampled
 from rallypoint.types import Mean, Metrics, Trajectory
 
 if TYPE_CHECKING:
@@ -28,114 +27,52 @@ _STEPS_BEFORE = 8
 """Steps that tell how long a group usually takes, where too few of the newest have ended."""
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Times:
-    """When what happened to a group, in seconds of one clock; None before it has."""
-
-    admitted: float
-    sampled: float | None = None
-    scored: float | None = None
-    turns: tuple[TurnSampled, ...] = ()
-    """Its responses, when it is sampled."""
-
-
 class Timekeeper:
-    """Records when groups were scored, batches requested and taken, and weights loaded."""
+    """The times of a run's batches, in seconds of the run."""
 
-    def __init__(self, clock: Callable[[], float], journal: Journal) -> None:
-        """Begin at the start of a run.
-
-        Args:
-            clock: seconds.
-            journal: of the run.
-        """
-        self._clock, self._journal = clock, journal
-        self._began = self._loaded = self._asked = clock()
-        self._taken: float | None = None
+    def __init__(self) -> None:
+        self.loaded_s = self.asked_s = 0.0
+        """When weights were last loaded, and the trainer last began to wait for a batch."""
+        self._taken_s: float | None = None
         self._took_before: collections.deque[list[float]] = collections.deque(maxlen=_STEPS_BEFORE)
 
-    def now(self) -> float:
-        """Return the time, in seconds of the clock."""
-        return self._clock()
-
-    def loaded(self) -> None:
-        """Record that new weights were loaded."""
-        self._loaded = self._clock()
-
-    def asked(self) -> None:
-        """Record that the trainer waits for a batch."""
-        self._asked = self._clock()
-
-    def scored(self, group: GroupInFlight, validation: int | None) -> None:
-        """Record that a group is scored, of training or of the validation after a step."""
-        times = group.times
-        scored = GroupScored(
-            prompt=group.index,
-            validation=validation,
-            rank=group.rank,
-            admitted_s=self._since(times.admitted),
-            sampled_s=self._since(times.sampled),
-            scored_s=self._since(times.scored),
-            turns=times.turns,
-        )
-        self._journal.append(scored)
-
-    def dropped(self, prompt: int, why: str) -> None:
-        """Record that no step will have a group."""
-        self._journal.append(GroupDropped(prompt=prompt, why=why))
-
-    def failed(self, failure: RolloutFailure, validation: int | None) -> None:
-        """Record that a rollout is left out, of training or of the validation after a step."""
-        failed = RolloutFailed(
-            prompt=failure.prompt,
-            sample=failure.sample,
-            validation=validation,
-            num_turns=failure.num_turns,
-            num_tokens=failure.num_tokens,
-            why=failure.kind,
-            reason=failure.reason,
-        )
-        self._journal.append(failed)
-
-    def _since(self, time: float | None) -> float:
-        """Return the seconds from the start of the run to a time."""
-        return 0.0 if time is None else round(time - self._began, 4)
-
-    def taken(self, step: int, groups: Sequence[GroupInFlight], busy_s: Sequence[float]) -> Metrics:
-        """Record that it has the batch of a step; return the shares of time since the one before.
+    def taken(
+        self, step: int, groups: Sequence[GroupInFlight], busy_s: Sequence[float], now_s: float
+    ) -> tuple[BatchTaken, Metrics]:
+        """Return what is recorded of the batch of a step, which the trainer has now, and the shares of idle time.
 
         Args:
             step: counted from 1.
             groups: of the batch.
             busy_s: seconds that each rank has sampled since the batch before.
+            now_s: the time.
         """
-        before = self._loaded if self._taken is None else self._taken
-        self._taken = self._clock()
+        before, self._taken_s = self.loaded_s if self._taken_s is None else self._taken_s, now_s
         taken = BatchTaken(
             step=step,
             prompts=[group.index for group in groups],
-            asked_s=self._since(self._asked),
-            taken_s=self._since(self._taken),
-            loaded_s=self._since(self._loaded),
+            asked_s=self.asked_s,
+            taken_s=now_s,
+            loaded_s=self.loaded_s,
             busy_s=[round(seconds, 4) for seconds in busy_s],
         )
-        self._journal.append(taken)
         self._took_before.append(_seconds(groups))
-        interval = max(1e-9, self._taken - before)
-        return Metrics(
+        interval = max(1e-9, now_s - before)
+        idle = Metrics(
             {
                 "rollout/idle": Mean(max(0.0, 1 - sum(busy_s) / (len(busy_s) * interval)), 1),
-                "actor/idle": Mean((self._taken - max(self._asked, before)) / interval, 1),
+                "actor/idle": Mean((now_s - max(self.asked_s, before)) / interval, 1),
             }
         )
+        return taken, idle
 
-    def slowest(self, groups: Sequence[GroupInFlight]) -> str | None:
+    def slowest(self, groups: Sequence[GroupInFlight], now_s: float) -> str | None:
         """Say which group a step waits for; None unless others took a small part of its time.
 
         They are most groups of the step, or, while too few of it have ended, those of earlier steps. In the first step
         there are none, and then no group that has ended may have taken more.
         """
-        left = [each for each in groups if each.times.scored is None]
+        left = [each for each in groups if each.scored_s is None]
         took, before = _seconds(groups), [seconds for step in self._took_before for seconds in step]
         if not left or not (took or before):
             return None
@@ -145,15 +82,43 @@ class Timekeeper:
             usual, of_whom = statistics.median(before), "most of earlier steps took"
         else:
             usual, of_whom = max(took), "those that have ended took at most"
-        oldest = min(left, key=lambda each: each.times.admitted)
-        waited = self._clock() - oldest.times.admitted
+        oldest = min(left, key=lambda each: each.admitted_s)
+        waited = now_s - oldest.admitted_s
         if waited <= _MUCH_SLOWER * usual:
             return None
-        doing = f"sampled by rank {oldest.rank} of rollout" if oldest.times.sampled is None else "scored"
+        doing = f"sampled by rank {oldest.rank} of rollout" if oldest.sampled_s is None else "scored"
         return (
             f"the step waits for {len(left)} of {len(groups)} prompts: {oldest.name}, prompt {oldest.index} of the "
             f"run, has been under way for {waited:.0f} s and is being {doing}; {of_whom} {usual:.1f} s"
         )
+
+
+def scored_event(group: GroupInFlight, validation: int | None) -> GroupScored:
+    """Return what is recorded of a group that is scored, of training or of the validation after a step."""
+    assert group.sampled_s is not None, "it is scored"
+    assert group.scored_s is not None, "likewise"
+    return GroupScored(
+        prompt=group.index,
+        validation=validation,
+        rank=group.rank,
+        admitted_s=group.admitted_s,
+        sampled_s=group.sampled_s,
+        scored_s=group.scored_s,
+        turns=group.turns,
+    )
+
+
+def failed_event(failure: RolloutFailure, validation: int | None) -> RolloutFailed:
+    """Return what is recorded of a rollout that is left out."""
+    return RolloutFailed(
+        prompt=failure.prompt,
+        sample=failure.sample,
+        validation=validation,
+        num_turns=failure.num_turns,
+        num_tokens=failure.num_tokens,
+        why=failure.kind,
+        reason=failure.reason,
+    )
 
 
 def turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
@@ -166,4 +131,4 @@ def turns_of(rollouts: Mapping[int, Trajectory]) -> Iterator[TurnSampled]:
 
 def _seconds(groups: Sequence[GroupInFlight]) -> list[float]:
     """Return how long those groups took that are scored."""
-    return [each.times.scored - each.times.admitted for each in groups if each.times.scored is not None]
+    return [each.scored_s - each.admitted_s for each in groups if each.scored_s is not None]

@@ -12,6 +12,7 @@ import torch
 from rallypoint.config import load_config
 from rallypoint.data import Example
 from rallypoint.environments.environment import Prompt
+from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.errors import (
     EnvironmentFailedError,
@@ -24,7 +25,8 @@ from rallypoint.errors import (
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.journal import RolloutFailed
 from rallypoint.sampling.client import EpisodeClient, Terms
-from rallypoint.sampling.episode_end import EpisodeLimits, Results
+from rallypoint.sampling.episode_end import Results
+from rallypoint.sampling.episode_task import EpisodeLimits
 from rallypoint.types import Trajectory
 
 EXAMPLE = Example("rows.jsonl:3", data_source="rows", prompt=(), ability="", ground_truth="", extra_info={})
@@ -61,7 +63,7 @@ def end_of(
     async def main():
         all_terms = Terms(cast("Any", mailbox or FakeMailbox()), cast("Any", tokenizer), max_tokens, **terms)
         client = EpisodeClient(all_terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0, recorded=recorded)
-        return await client.rollout(episode)
+        return await client.rollout(with_prompt_first(episode))
 
     return asyncio.run(main())
 
@@ -342,7 +344,7 @@ def test_an_episode_that_swallows_its_cancellation_is_left_behind_and_samples_no
         terms = Terms(cast("Any", mailbox), cast("Any", TOKENIZER), 12, EpisodeLimits(turn_s=0.05))
         client = cast("Any", EpisodeClient(terms, SamplingParams(max_new_tokens=5), (7, PROMPT), 1, rank=0))
         client.is_test_over = False
-        found = await client.rollout(hangs_on)
+        found = await client.rollout(with_prompt_first(hangs_on))
         await asyncio.sleep(0)
         client.is_test_over = True
         return found

@@ -10,6 +10,7 @@ from tool_templates import FAMILIES, make_tool_tokenizer
 
 from rallypoint.data import Example, Message
 from rallypoint.environments.environment import Prompt
+from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
 from rallypoint.generation import Output, SamplingParams
@@ -99,7 +100,7 @@ def check(family: str, seed: int, *, strips: bool = False) -> tuple[list[str], i
     params = SamplingParams(max_new_tokens=10**5, stop_tokens=policy.stops)
     prompt = Prompt((1, 2), Example("rows.jsonl:3", "rows", (Message("user", "2+2?"),), "", "4", {}))
     client = EpisodeClient(terms, params, (0, prompt), 0, rank=0)
-    found = cast("Any", asyncio.run(client.rollout(episode_of(random, refused))))
+    found = cast("Any", asyncio.run(client.rollout(with_prompt_first(episode_of(random, refused)))))
     paths: list[tuple[int, ...]] = []
     for number, turn in enumerate(found.turns):
         parent = turn.parent if turn.parent is not None else number - 1

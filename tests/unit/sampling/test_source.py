@@ -7,7 +7,6 @@ import os
 import random
 import statistics
 import threading
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import cast
 
 import pytest
 import torch
+from heard import heard
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import ADVANTAGES
@@ -36,7 +36,6 @@ from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 from rallypoint.sampling.source import RolloutSource
-from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
 
 P, G = 4, 2
@@ -112,7 +111,6 @@ def make_source(
     sampling=None,
     advantage=RLOO,
     episode=single_turn,
-    say=lambda line: None,
     journal=NOWHERE,
     **patience,
 ):
@@ -125,7 +123,7 @@ def make_source(
         Prompts(train, None, cast("PreTrainedTokenizerBase", FakeTokenizer()), (0,)),
         Rewards(grader, RewardModels(CONFIG, None), advantage),
         episode,
-        Watch(say, Timekeeper(time.monotonic, journal), **patience),
+        Watch(journal, **patience),
     )
 
 
@@ -275,7 +273,7 @@ def test_episodes_that_fail_in_five_ways_leave_the_batch_of_the_rest_and_are_cou
     sampling = {"group_size": 10, "turn_timeout_s": 0.3}
 
     async def batch(episode, **more):
-        source = make_source(FakeMailbox(), episode=episode, sampling=sampling | more, say=said.append)
+        source = make_source(FakeMailbox(), episode=episode, sampling=sampling | more, journal=heard(said.append))
         return await source.next_batch()
 
     whole, some = asyncio.run(batch(fails_never)).batch, asyncio.run(batch(fails_in_five_ways))
@@ -446,7 +444,7 @@ def test_a_rank_or_reward_that_is_much_slower_is_named_and_loses_no_group(is_rew
             mailbox,
             sampling={"max_staleness": max_staleness},
             grader=InThreads(score),
-            say=say,
+            journal=heard(say),
             patience_s=0.02,
         )
         batch = asyncio.create_task(source.next_batch())
@@ -479,7 +477,7 @@ def test_episodes_that_wait_for_something_else_than_a_response_are_named_also_in
             said.append(line)
             named.set()
 
-        sampled = await make_source(mailbox, episode=uses_a_tool, say=say, patience_s=0.02).next_batch()
+        sampled = await make_source(mailbox, episode=uses_a_tool, journal=heard(say), patience_s=0.02).next_batch()
         return len(sampled.batch)
 
     assert asyncio.run(main()) == P * G

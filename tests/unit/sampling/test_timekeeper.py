@@ -1,13 +1,10 @@
 """Who is named when a step waits for a few of its groups."""
 
 import dataclasses
-import os
-from pathlib import Path
 
 import pytest
 
-from rallypoint.journal import Journal
-from rallypoint.sampling.timekeeper import Timekeeper, Times
+from rallypoint.sampling.timekeeper import Timekeeper
 
 NUM_RANKS = 2
 
@@ -18,7 +15,9 @@ class Group:
 
     index: int
     rank: int
-    times: Times
+    admitted_s: float
+    scored_s: float | None
+    sampled_s: float | None = None
     name: str = "train:0"
 
 
@@ -26,26 +25,19 @@ def groups_of(num_prompts, *, took_s, admitted_s=0.0):
     """Return the groups of a step, of which those of rank 0 took so many seconds and those of rank 1 have not ended."""
     ranks = [(NUM_RANKS * (place + 1) - 1) // num_prompts for place in range(num_prompts)]  # as the role deals them
     ends = [admitted_s + took_s if rank == 0 else None for rank in ranks]
-    return [Group(index, rank, Times(admitted=admitted_s, scored=ends[index])) for index, rank in enumerate(ranks)]
-
-
-def keeper_at(now):
-    return Timekeeper(lambda: now[0], Journal(Path(os.devnull)))
+    return [Group(index, rank, admitted_s, ends[index]) for index, rank in enumerate(ranks)]
 
 
 @pytest.mark.parametrize("num_prompts", range(1, 10))
 def test_a_rank_that_is_stuck_is_named_by_what_earlier_steps_took_however_many_prompts_there_are(num_prompts):
-    now = [0.0]
-    keeper = keeper_at(now)
+    keeper = Timekeeper()
     first = groups_of(num_prompts, took_s=2.0)
     for group in first:
-        group.times.scored = 2.0
-    keeper.taken(1, first, [1.0, 1.0])
+        group.scored_s = 2.0
+    keeper.taken(1, first, [1.0, 1.0], 2.0)
     second = groups_of(num_prompts, took_s=2.0, admitted_s=100.0)
-    now[0] = 110.0
-    assert keeper.slowest(second) is None
-    now[0] = 121.0
-    said = keeper.slowest(second)
+    assert keeper.slowest(second, 110.0) is None
+    said = keeper.slowest(second, 121.0)
     assert said is not None
     assert "has been under way for 21 s and is being sampled by rank 1 of rollout" in said
     assert "took 2.0 s" in said
@@ -53,11 +45,10 @@ def test_a_rank_that_is_stuck_is_named_by_what_earlier_steps_took_however_many_p
 
 @pytest.mark.parametrize("num_prompts", [3, 5, 7, 9])
 def test_in_the_first_step_a_stuck_rank_is_named_once_it_took_much_longer_than_all_who_ended(num_prompts):
-    now = [21.0]
-    said = keeper_at(now).slowest(groups_of(num_prompts, took_s=2.0))
+    said = Timekeeper().slowest(groups_of(num_prompts, took_s=2.0), 21.0)
     assert said is not None
     assert said.endswith("being sampled by rank 1 of rollout; those that have ended took at most 2.0 s")
 
 
 def test_a_step_in_which_nothing_has_ended_yet_is_no_slower_than_any_other():
-    assert keeper_at([1000.0]).slowest(groups_of(1, took_s=0.0)) is None
+    assert Timekeeper().slowest(groups_of(1, took_s=0.0), 1000.0) is None
