@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,8 +95,13 @@ def _size(folder: Path) -> int | None:
 
 def visible(folder: Path) -> list[int]:
     """Return the steps of all folders with the name of a checkpoint, whole or not, oldest first."""
-    found = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name.group(1)) for name in found if name and (folder / name.group(0)).is_dir())
+    found = folder.iterdir() if folder.is_dir() else ()
+    return steps_of(path.name for path in found if path.is_dir())
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Return the steps that checkpoints of these names are of, oldest first; other names do not count."""
+    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
 
 def steps(folder: Path) -> list[int]:
@@ -139,8 +144,12 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     return aside
 
 
-def verify(checkpoint: Path) -> None:
+def verify(checkpoint: Path, *, to_resume: bool = True) -> None:
     """Compare every file with the manifest.
+
+    Args:
+        checkpoint: its folder.
+        to_resume: whether the state of optimizers is needed, too.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed, or the manifest is missing or unreadable.
@@ -161,7 +170,13 @@ def verify(checkpoint: Path) -> None:
     named = _NAME.fullmatch(checkpoint.name)
     if named and int(named.group(1)) != step:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} is that of step {step}; {_REMEDY}")
-    check_files(checkpoint, files, _REMEDY)
+    needed = {name: file for name, file in files.items() if to_resume or not is_to_resume(name)}
+    check_files(checkpoint, needed, _REMEDY)
+
+
+def is_to_resume(name: str) -> bool:
+    """Whether a file of a checkpoint has what only a run that goes on needs, and much of it."""
+    return name.startswith("training/") and name.endswith(".safetensors")
 
 
 def adopt(saved: Path, folder: Path) -> None:
@@ -191,12 +206,29 @@ def prune(folder: Path, keep: int, *, best: int = 0, every: int | None = None) -
     for ending in ("partial", "replaced"):
         for leftover in folder.glob(f".step_*.{ending}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    found = steps(folder)
-    stay = {best, *(step for step in found if every and step % every == 0)}
-    for name in (checkpoint_name(step) for step in found[: max(0, len(found) - keep)] if step not in stay):
+    for name in map(checkpoint_name, doomed(steps(folder), keep, best=best, every=every)):
         # Renamed first: a half-removed checkpoint must not look like one.
-        doomed = (folder / name).rename(folder / f".{name}.partial")
-        shutil.rmtree(doomed)
+        shutil.rmtree((folder / name).rename(folder / f".{name}.partial"))
+
+
+def doomed(steps: Iterable[int], keep: int, *, best: int = 0, every: int | None = None) -> list[int]:
+    """Return the steps whose checkpoints are to be removed, oldest first; see `prune`.
+
+    >>> doomed([10, 20, 25, 30, 40, 50], 2, best=25, every=20)
+    [10, 30]
+    """
+    found = sorted(steps)
+    stay = {best, *(step for step in found if every and step % every == 0)}
+    return [step for step in found[: max(0, len(found) - keep)] if step not in stay]
+
+
+def best_of(scores: Mapping[int, float], steps: Iterable[int]) -> int:
+    """Return the step with the highest score, the first of equal ones; 0 for none.
+
+    >>> best_of({10: 0.5, 20: 0.7, 30: 0.7, 40: 0.9}, [10, 20, 30])
+    20
+    """
+    return max(sorted(scores.keys() & set(steps)), key=scores.__getitem__, default=0)
 
 
 def _write_manifest(folder: Path, step: int) -> None:

@@ -6,7 +6,7 @@ import re
 ALLOWED_SKIPS = re.compile(
     "needs an accelerator|this torch captures nothing"  # tests/gpu
     "|no weights are stored for this machine"  # of golden bits, which other machines have
-    r"|rallypoint\[(wandb|mlflow|trackio|swanlab)\]|needs s3fs"  # large clients, tried by hand
+    r"|rallypoint\[(wandb|mlflow|trackio|swanlab)\]|needs s3fs"  # large clients
     "|reasoning.gym|etcd|hadolint|trl|(openenv|verifiers) is not installed"  # what CI installs if it can
     "|needs Chromium"  # 300 MB of packages of the system
     "|a rendezvous in memory has no other processes"

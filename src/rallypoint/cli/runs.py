@@ -20,6 +20,7 @@ from rich.text import Text
 
 from rallypoint.cli.rollouts import MAX_LINES, choose, print_rollouts
 from rallypoint.config import TrainerConfig, shown
+from rallypoint.data.files import is_url
 from rallypoint.disk import naming
 from rallypoint.display.text import clean, shorten, sparkline
 from rallypoint.display.theme import GREEN, PALETTE, SKY, VERMILION
@@ -40,15 +41,20 @@ from rallypoint.journal import (
 )
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.preflight import newest_of
+from rallypoint.run.copies import borrow, borrow_all
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.overview import Overview, State, find_runs
+from rallypoint.run.overview import Overview, State, find_runs, overview
 
 
 def list_runs(folder: str) -> None:
     """Print the runs below a folder, the newest first."""
-    console, found = Console(highlight=False), find_runs(Path(folder).expanduser())
+    console, where = Console(highlight=False), Path(folder).expanduser()
+    found = [overview(one) for one in borrow_all(folder)] if is_url(folder) else find_runs(where)
     if not found:
-        console.print(f"no runs in {Path(folder).absolute()}; start one with `rally train RECIPE`", markup=False)
+        console.print(
+            f"no runs in {folder if is_url(folder) else where.absolute()}; start one with `rally train RECIPE`",
+            markup=False,
+        )
         return
     print_runs(console, found, now=time.time())
 
@@ -206,7 +212,9 @@ def _list(say: Callable[[str], None], title: str, changes: Sequence[Change]) -> 
 
 
 def run_of(name: str) -> Path:
-    """Return the folder of a run by its path or name, or the newest run of a recipe."""
+    """Return the folder of a run by its path, name or URL, or the newest run of a recipe."""
+    if is_url(name):
+        return borrow(name)
     return Path(name) if Path(name).is_dir() else newest_of(name, ())
 
 

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from rallypoint.data.files import FORMATS, Problems, as_os_errors, is_url, suggestion
 from rallypoint.data.generators import Generator, check_generator, is_generator
 from rallypoint.data.hub import unreachable
+from rallypoint.data.remote import check_url
 from rallypoint.errors import DataError
 
 _WORDS = {
@@ -95,7 +96,7 @@ def check_dataset_path(path: str | Path) -> str | None:
     if is_generator(name):
         return check_generator(name)
     if not is_local(name):
-        return _check_url(name) if is_url(name) else None
+        return check_url(name) if is_url(name) else None
     if file.is_dir():
         listed = any(_is_data(one) for one in _local_files(file))
         return None if listed else f"{path} is a folder that holds no {_formats()} file"
@@ -113,20 +114,6 @@ def _missing(path: str | Path, file: Path) -> str:
     siblings = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
     missing = "file" if file.parent.is_dir() else f"folder {file.parent}"
     return f"{path} does not exist (no such {missing}){suggestion(file.name, siblings)}"
-
-
-def _check_url(url: str) -> str | None:
-    import fsspec
-
-    protocol = url.partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        known = sorted(str(name) for name in fsspec.available_protocols())
-        return f"{url}: {protocol} is no file system that fsspec knows{suggestion(protocol, known)}"
-    except ImportError as error:
-        return f"{url}: {error}"
-    return None
 
 
 def files_of(dataset: DataSet) -> list[str]:
@@ -234,7 +221,7 @@ def _local_files(folder: Path) -> list[str]:
 def _remote_files(dataset: DataSet) -> list[str]:
     import fsspec
 
-    if problem := _check_url(dataset.path):
+    if problem := check_url(dataset.path):
         raise DataError(problem)
     try:
         with as_os_errors(dataset.path):

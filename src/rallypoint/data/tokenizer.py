@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from rallypoint.data.files import suggestion
 from rallypoint.data.hub import check_hub
+from rallypoint.data.remote import here
 from rallypoint.data.template import (
     TemplateProbe,
     check_template,
@@ -108,6 +109,7 @@ def load_tokenizer(
         ModelError: it cannot be loaded or changed, encodes nothing, or lacks a chat template that fits or an
             end-of-sequence token.
     """
+    folder = here(folder) if isinstance(folder, str) else folder
     path = Path(folder).expanduser()
     is_local = path.exists()
     if is_local:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rallypoint.config import LoadedConfig
+from rallypoint.data.files import is_url
 from rallypoint.data.hub import hub_as_found
 from rallypoint.display.screen import can_redraw
 from rallypoint.errors import (
@@ -28,9 +29,11 @@ from rallypoint.errors import (
     UnusableCheckpointError,
 )
 from rallypoint.prepare.machine import choices
-from rallypoint.prepare.preflight import find_wanted, is_yet_to_start, load_checked
+from rallypoint.prepare.preflight import bring_wanted, find_wanted, is_yet_to_start, load_checked
 from rallypoint.recipes.interruption import Observer
+from rallypoint.run.copies import refuse_taken
 from rallypoint.run.folder import RunFolder, create_run, has_begun, remove_run
+from rallypoint.run.mirror import sent_at_end
 
 if TYPE_CHECKING:
     from rallypoint.display import Progress
@@ -70,6 +73,10 @@ def launch(
         The folder of the run, and whether all steps are done.
     """
     say = partial(console.print, soft_wrap=True, markup=False)
+    if resume:
+        if is_url(recipe):
+            overrides = [f"trainer.runs_dir={recipe.rstrip('/').rpartition('/')[0]}", *overrides]
+        recipe = bring_wanted(recipe, overrides, from_step)
     if resume and from_step is None and is_yet_to_start(recipe, overrides):
         say(f"no run of {recipe} to go on with: it begins")
         resume = False
@@ -77,7 +84,7 @@ def launch(
         loaded, folder = find_wanted(recipe, overrides, say=say)
     elif from_step is not None:
         raise ConfigError(("--from-step is for --resume: it names the checkpoint to go on from",))
-    elif Path(recipe).is_dir():
+    elif is_url(recipe) or Path(recipe).is_dir():
         raise ConfigError((f"{recipe} is the folder of a run: resume it with --resume, or name a recipe",))
     else:
         loaded = load_checked(recipe, overrides, choose=choices)
@@ -100,6 +107,7 @@ def _launch(
     found = _examine(loaded, console)
     if folder is None:
         loaded = found.dated(loaded)
+        refuse_taken(loaded.config)
         folder = create_run(loaded)
     try:
         finished = _run(loaded, folder, console, found, progress, observer, resume=resume, from_step=from_step)
@@ -149,7 +157,8 @@ def _run(
     from rallypoint.recipes.ending import draw, reported, summarise
     from rallypoint.recipes.loop import train as run
 
-    with reported(folder), progress or make_progress(console) as shown:
+    ended = sent_at_end(folder, loaded.config)
+    with ended, reported(folder), progress or make_progress(console) as shown:
         finished = run(loaded, folder, shown, resume=resume, from_step=from_step, found=found, observer=observer)
         if finished:
             shown.finish(summarise(folder, loaded.config))

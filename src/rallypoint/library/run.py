@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, TrainerConfig, load_config
+from rallypoint.data.files import is_url
 from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.extras import find_unusable
@@ -20,6 +21,7 @@ from rallypoint.model_files import is_adapter
 from rallypoint.page import RunReader, write_report
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import why_no_plot
+from rallypoint.run.copies import borrow
 from rallypoint.run.folder import RunFolder, named_run
 from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
@@ -199,12 +201,12 @@ class Run:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Return the run of a folder, or of that name in `runs`.
+    """Return the run of a folder or a URL, or of that name in `runs`; of a URL a copy, without checkpoints.
 
     Raises:
         RunFolderError: it is no folder of a run.
     """
-    path = Path(folder).expanduser().absolute()
+    path = borrow(str(folder)) if is_url(str(folder)) else Path(folder).expanduser().absolute()
     if not path.is_dir() and (named := named_run(str(folder), Path(TrainerConfig().runs_dir))) is not None:
         return Run(named.absolute())
     if not path.is_dir():

@@ -260,7 +260,7 @@ def _material(
     if model is None and data is None and validation is None:
         return {}
     trainer = cast("Mapping[str, Any]", read(recipe, overrides).values.get("trainer") or {})
-    store = Path(str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).expanduser() / "given"
+    store = TrainerConfig(runs_dir=str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).local_dir / "given"
     found: dict[str, object] = {}
     if model is not None:
         found |= {"model.path": model_path(model, store), "model.create": None}

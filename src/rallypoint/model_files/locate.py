@@ -1,4 +1,4 @@
-"""The files of a model, in a local folder or in a repository of the Hugging Face hub: configs, and safetensors files.
+"""The files of a model, in a folder, at a URL or on the Hugging Face hub: configs, and safetensors files.
 
 Owns: the rules by which Hugging Face tools find them, and errors about what transformers cannot read. Must not know:
 what is in the files, except configs and the index.
@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from rallypoint.data.hub import check_hub
+from rallypoint.data.remote import here
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files.reader import TensorFiles
@@ -48,6 +49,7 @@ def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTraine
         ModelError: it cannot be read, or describes a model that cannot be trained.
     """
     quiet_transformers()
+    path = here(path)
     folder = Path(path).expanduser()
     if path.startswith(("/", ".", "~")) and not folder.is_dir():
         raise ModelError(f"{path}: there is no such folder")
@@ -71,6 +73,7 @@ def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:
 
 def read_generation_config(path: str, model: PreTrainedModel) -> None:
     """Read the folder's sampling defaults, which are saved with the model again."""
+    path = here(path)
     folder = Path(path).expanduser()
     if not model.can_generate() or (folder.is_dir() and not (folder / "generation_config.json").is_file()):
         return
@@ -114,6 +117,7 @@ def find_weights(path: str) -> WeightFiles:
     Raises:
         ModelError: there are none, or files that the index names are missing.
     """
+    path = here(path)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return _find_on_hub(path)

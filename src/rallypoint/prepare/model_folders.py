@@ -12,6 +12,8 @@ from pathlib import Path
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import Problem, RunConfig, row_limit
 from rallypoint.config.shape import SIZES
+from rallypoint.data.files import is_url
+from rallypoint.data.remote import check_url
 
 
 def is_hub_name(path: str) -> bool:
@@ -24,9 +26,11 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_problems(name: str, path: str) -> Iterator[Problem]:
-    """Yield why the folder that a key names is no model of Hugging Face's; nothing of a name of the hub's."""
+    """Yield why the folder that a key names is no model of Hugging Face's; nothing of what the hub or a URL has."""
     folder = Path(path).expanduser()
-    if is_hub_name(path):
+    if is_hub_name(path) or is_url(path):
+        if is_url(path) and (problem := check_url(path)) is not None:
+            yield Problem((name,), f"{name}={path!r}: {problem}", is_local=True)
         return
     if not folder.is_dir():
         what = " is a file, expected a folder" if folder.exists() else f": no such folder (looked in {Path.cwd()})"

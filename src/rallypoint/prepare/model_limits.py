@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from rallypoint.config import RECIPES, RunConfig, row_limit
 from rallypoint.data import TemplateProbe, load_tokenizer, make_digits_tokenizer
+from rallypoint.data.remote import here
 from rallypoint.errors import ModelError
 from rallypoint.model_files import fresh, load_critic, load_new_reward_model, load_policy, load_reward_model
 from rallypoint.model_files.locate import read_config
@@ -66,7 +67,7 @@ def check_weights(config: RunConfig) -> None:
     folders += [(path, load_reward_model, None) for path in own.get("reward", ())]
     folders += [(path, load_policy, None) for path in own.get("teacher", ())]
     for path, load, adapters in folders:
-        if path is not None and Path(path).expanduser().is_dir():
+        if path is not None and Path(path := here(path)).expanduser().is_dir():
             load.check(path, trust_remote_code=config.model.trust_remote_code, lora=adapters)
 
 
@@ -91,6 +92,7 @@ def stop_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase, num_ids: in
 
 def _named_ends(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end a response: the tokenizer's, and those of generation_config.json if there is one."""
+    model_path = here(model_path)
     try:
         more = GenerationConfig.from_pretrained(model_path, local_files_only=Path(model_path).is_dir()).eos_token_id
     except OSError:

@@ -32,8 +32,9 @@ from rallypoint.config import (
 from rallypoint.config.automatic import Choose
 from rallypoint.config.shape import shape_of
 from rallypoint.data.digits import make_task
-from rallypoint.data.files import check_dataset_rows
+from rallypoint.data.files import check_dataset_rows, is_url
 from rallypoint.data.locate import check_dataset_path, files_of, is_local
+from rallypoint.data.remote import check_url
 from rallypoint.environments.agents import check_agent_spec, is_agent
 from rallypoint.environments.episodes import check_episode_spec
 from rallypoint.environments.reward import NEEDS, check_reward_spec
@@ -47,8 +48,9 @@ from rallypoint.observability.trackers import find_tracker_problem
 from rallypoint.prepare.machine import choices
 from rallypoint.prepare.model_folders import adapter_problems, model_problems, position_problems
 from rallypoint.prepare.role_memory import cache_bytes_per_token
+from rallypoint.run.copies import bring, names_of_runs
 from rallypoint.run.data_sets import data_sets
-from rallypoint.run.folder import RunFolder, anchored, named_run, newest_run, open_run
+from rallypoint.run.folder import RunFolder, anchored, named_run, newest_run, open_run, runs_of_name
 from rallypoint.run.recorded_schedule import RecordedSchedule
 from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
@@ -121,7 +123,9 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         if (problem := find_tracker_problem(name))
     ]
     yield from (Problem(("tracking.to",), f"tracking: {problem}", is_local=True) for problem in wrong)
-    yield from _runs_dir(Path(config.trainer.runs_dir).expanduser())
+    if is_url(config.trainer.runs_dir) and (problem := check_url(config.trainer.runs_dir)) is not None:
+        yield Problem(("trainer.runs_dir",), f"trainer.runs_dir: {problem}", is_local=True)
+    yield from _runs_dir(config.trainer.local_dir)
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
         yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
@@ -343,8 +347,27 @@ def newest_of(recipe: str, overrides: Sequence[str]) -> Path:
             f"{recipe}: no recipe, and no run of that name in {runs_dir.absolute()}; `rally runs` lists runs"
         ) from None
     trainer: Mapping[str, Any] = source.values.get("trainer") or {}
-    name, runs_dir = trainer.get("name") or source.name, trainer.get("runs_dir") or TrainerConfig().runs_dir
-    return newest_run(str(name), Path(str(runs_dir)).expanduser())
+    runs_dir = TrainerConfig(runs_dir=str(trainer.get("runs_dir") or TrainerConfig().runs_dir)).local_dir
+    return newest_run(str(trainer.get("name") or source.name), runs_dir)
+
+
+def bring_wanted(recipe: str, overrides: Sequence[str], from_step: int | None) -> str:
+    """Fetch the run to go on with if its folder is at a URL; return what it is called on this machine.
+
+    Raises:
+        RunFolderError: it cannot be fetched.
+    """
+    if is_url(recipe):
+        return str(bring(recipe, TrainerConfig().local_dir, from_step))
+    if _is_run(recipe):
+        return recipe
+    with contextlib.suppress(ConfigError):  # said by whoever reads it next
+        source = read(recipe, overrides)
+        trainer: Mapping[str, Any] = source.values.get("trainer") or {}
+        url = str(trainer.get("runs_dir") or "").rstrip("/")
+        if is_url(url) and (names := runs_of_name(str(trainer.get("name") or source.name), names_of_runs(url))):
+            bring(f"{url}/{names[-1]}", TrainerConfig().local_dir, from_step)
+    return recipe
 
 
 def _sets(overrides: Sequence[str], key: str) -> bool:

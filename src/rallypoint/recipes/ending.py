@@ -27,6 +27,7 @@ from rallypoint.page import RunReader, write_report
 from rallypoint.prepare.machine import planned_gib
 from rallypoint.run import MetricsLog, Summary, why_no_plot
 from rallypoint.run.folder import RunFolder, anchored, has_begun
+from rallypoint.run.mirror import Mirror
 from rallypoint.run.record import software
 from rallypoint.run.resume import Beginning
 
@@ -160,12 +161,18 @@ def recorded_end(journal: Journal) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_readers(beginning: Beginning, folder: RunFolder, journal: Journal) -> Iterator[Trackers]:
-    """Open what is made of the journal while the run goes on: train.log, metrics.jsonl, the picture, trackers."""
+def open_readers(
+    beginning: Beginning, folder: RunFolder, journal: Journal, mirror: Mirror | None
+) -> Iterator[Trackers]:
+    """Open what is made of the journal while the run goes on: train.log, metrics.jsonl, picture, trackers, mirror."""
     tracking = beginning.config.tracking or TrackingConfig()
     tracked = Tracked(folder.path, tracking.project, beginning.first, dict(values_of(beginning.config)))
     rename = as_in_verl if tracking.names == "verl" else dict
     with Endings(journal.say) as at_end:
+        if mirror is not None:
+            mirror.start(beginning.first)
+            at_end.add(mirror.close)
+            journal.subscribe(mirror.take)
         metrics = MetricsLog(folder.metrics, folder.journal)
         at_end.add(metrics.close)
         curve = CurveAsItGoes(folder.path)

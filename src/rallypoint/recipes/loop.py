@@ -33,6 +33,7 @@ from rallypoint.recipes.interruption import Observer, acknowledged
 from rallypoint.recipes.steps import Starts
 from rallypoint.roles.placement import SharedFolder, module_of
 from rallypoint.run.folder import RunFolder, anchored, launched, write_config
+from rallypoint.run.mirror import mirror_of
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
 from rallypoint.sampling.recorded import Recorded
@@ -75,7 +76,7 @@ def train(
             found = found or read_material(config)
             config = found.settled(config)
             write_config(folder, config)
-        beginning = Beginning(0, config)
+        beginning, mirror = Beginning(0, config), mirror_of(folder, config, journal.say)
         if resume:
             journal.say("comparing the checkpoint with its manifest", level="wait")
             beginning = Beginning.resumed(folder, config, from_step)
@@ -91,7 +92,7 @@ def train(
         is_inline, num_steps = config.cluster.runtime == "inline", config.trainer.num_steps
         ranks = {role: config.num_ranks(role) for role in config.roles}
         failing = arming(folder.path, NUMBERS_OF, ranks, num_steps=num_steps, inline=is_inline, say=journal.say)
-        with failing, recorded_end(journal), open_readers(beginning, folder, journal) as trackers:
+        with failing, recorded_end(journal), open_readers(beginning, folder, journal, mirror) as trackers:
             journal.append(began)
             work = _train(beginning, folder, journal, progress, found, observer or Observer(), recorded)
             is_done = asyncio.run(acknowledged(work, journal.say))

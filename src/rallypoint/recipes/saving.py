@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from rallypoint import checkpoint
@@ -105,10 +105,6 @@ class Saver:
         if self.setup.config.checkpoint.keep_best and step and not math.isnan(score):
             self.scores[step] = score
 
-    def _best_of(self, steps: Iterable[int]) -> int:
-        """Return the step with the best validation, the first of equal ones; 0 for none."""
-        return max(sorted(self.scores.keys() & set(steps)), key=self.scores.__getitem__, default=0)
-
     async def restore(self, saved: Path) -> None:
         """Read the state of the run back from a checkpoint or a snapshot, which was verified."""
         state = json.loads((saved / STATE).read_text())
@@ -139,7 +135,7 @@ class Saver:
         config = self.setup.config.checkpoint
         return (
             self._is_owed
-            or step == self._best_of(self.scores)
+            or step == checkpoint.best_of(self.scores, self.scores)
             or step % self.setup.config.checkpoint_every_steps == 0
             or (config.keep_every is not None and step % config.keep_every == 0)
             or (config.every_s is not None and self.clock() - self._saved_at >= config.every_s)
@@ -224,7 +220,8 @@ class Saver:
         await self.in_background(rest.close)
         self.took_s = self.clock() - began
         self._saved(step, spans.scalars())
-        config, best = self.setup.config.checkpoint, self._best_of(checkpoint.steps(self.folder.checkpoints))
+        config, there = self.setup.config.checkpoint, checkpoint.steps(self.folder.checkpoints)
+        best = checkpoint.best_of(self.scores, there)
         prune = functools.partial(
             checkpoint.prune, self.folder.checkpoints, config.keep, best=best, every=config.keep_every
         )

@@ -23,6 +23,8 @@ from rallypoint.data import (
     load_dataset,
     load_tokenizer,
 )
+from rallypoint.data.files import is_url
+from rallypoint.data.remote import cache_folder, here
 from rallypoint.errors import ModelError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.model_files import is_adapter, load_new_reward_model, load_policy, open_adapter
@@ -30,6 +32,7 @@ from rallypoint.models import ModelShard
 from rallypoint.prepare.data_notes import say_fates
 from rallypoint.prepare.model_folders import is_hub_name
 from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
+from rallypoint.run.copies import borrow_checkpoint
 from rallypoint.run.folder import named_run
 from rallypoint.sampling.client import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
@@ -100,6 +103,8 @@ def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
         CheckpointError: a checkpoint is damaged.
         ConfigError: the config of its run cannot be read.
     """
+    if is_url(name):
+        name = str(borrow_checkpoint(name) or here(name))
     path = Path(name).expanduser().absolute()
     if not path.is_dir() and (named := named_run(name, Path(TrainerConfig().runs_dir))) is not None:
         path = named.absolute()
@@ -110,7 +115,7 @@ def find_trained(name: str, *, trust_remote_code: bool = False) -> Trained:
         path = path / "checkpoints" / checkpoints.checkpoint_name(found[-1])
         checkpoints.verify(path)
     elif (path / checkpoints.MANIFEST).is_file():
-        checkpoints.verify(path)
+        checkpoints.verify(path, to_resume=not path.is_relative_to(cache_folder()))  # copies there have no such state
     if not path.is_dir() and not is_hub_name(name):
         raise ModelError(f"{name}: no such folder (looked in {Path.cwd()}); expected a checkpoint, a run or a model")
     is_checkpoint = path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file()
@@ -128,7 +133,7 @@ def _base(adapter: Path, config: RunConfig | None) -> str:
     base = open_adapter(str(adapter)).base
     if config is not None:
         base = config.model.path or str(adapter.parent.parent / "model")
-    if not Path(base).expanduser().is_dir() and not is_hub_name(base):
+    if not Path(base).expanduser().is_dir() and not is_hub_name(base) and not is_url(base):
         raise ModelError(
             f"{adapter}: an adapter for the model {base!r}, and there is no such folder; put the model back there, or "
             "change base_model_name_or_path in adapter_config.json of a copy"

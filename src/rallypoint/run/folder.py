@@ -223,7 +223,7 @@ def create_run(loaded: LoadedConfig) -> RunFolder:
         RunFolderError: it is there already, or cannot be made.
     """
     trainer = loaded.config.trainer
-    runs_dir = Path(trainer.runs_dir).expanduser().absolute()
+    runs_dir = trainer.local_dir.absolute()
     name = trainer.name or f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = [name, *(f"{name}-{number}" for number in range(2, 1000) if trainer.name is None)]
     partial = RunFolder(runs_dir / f".{name}.{os.getpid()}.partial")
@@ -343,11 +343,16 @@ def newest_run(name: str, runs_dir: Path) -> Path:
     Raises:
         RunFolderError: there is none.
     """
-    own = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
-    runs = [path.parent for path in runs_dir.glob("*/config.yaml") if own.fullmatch(path.parent.name)]
+    runs = runs_of_name(name, [path.parent.name for path in runs_dir.glob("*/config.yaml")])
     if not runs:
         raise RunFolderError(f"no run of {name!r} in {runs_dir.absolute()}; start one with `rally train {name}`")
-    return max(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime, path.name))
+    return runs_dir / max(runs, key=lambda run: ((runs_dir / run / "config.yaml").stat().st_mtime, run))
+
+
+def runs_of_name(name: str, runs: Sequence[str]) -> list[str]:
+    """Return which of these folders are runs of that name, or of a recipe of that name, in order."""
+    own = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
+    return sorted(run for run in runs if own.fullmatch(run))
 
 
 def _absolute(path: str | None) -> str | None:

@@ -21,6 +21,7 @@ from rallypoint.config import RunConfig
 from rallypoint.data.files import fingerprint, is_url
 from rallypoint.data.generators import generator_version, is_generator
 from rallypoint.data.locate import files_of
+from rallypoint.data.remote import here
 from rallypoint.environments.given import GIVEN
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.errors import CheckpointError, DataError
@@ -146,7 +147,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, dict[str, Callable[[], str]
 
 
 def _model(path: str) -> dict[str, Callable[[], str]]:
-    folder = Path(path).expanduser()
+    folder = Path(here(path)).expanduser()
     if folder.is_dir():
         files = (file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
         return {file.name: _reader(file) for file in sorted(files)}

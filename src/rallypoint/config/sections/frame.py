@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from rallypoint.config.fields import Section, Texts, key
@@ -70,6 +71,9 @@ class TrackingConfig(Section):
     )
 
 
+_HERE = "runs"
+
+
 class TrainerConfig(Section):
     """The frame around the training step."""
 
@@ -81,7 +85,9 @@ class TrainerConfig(Section):
         unit="passes over the data",
         help="Sets num_steps: the last step on files takes what is left, prompts that make no whole step are left out.",
     )
-    runs_dir: str = key("runs", help="Folder in which the run gets its own folder.")
+    runs_dir: str = key(
+        _HERE, help="Folder in which the run gets its own folder; a URL such as s3://BUCKET/runs mirrors it there."
+    )
     name: str | None = key(None, help="Name of the run's folder; null: recipe name and time.")
     profile: str | None = key(
         None, hidden=True, help="Steps that torch's profiler records into profile/, first and last, such as 3:5."
@@ -93,6 +99,11 @@ class TrainerConfig(Section):
         unit="s",
         help="Seconds from SIGTERM to the end: a step that takes too long is given up; null: it is finished.",
     )
+
+    @property
+    def local_dir(self) -> Path:
+        """Folder on this machine in which the run gets its own: `runs_dir`, or `runs` if that is a URL."""
+        return Path(_HERE if "://" in self.runs_dir else self.runs_dir).expanduser()
 
     @property
     def profiled(self) -> range:
