@@ -55,6 +55,16 @@ MESHES: dict[str, dict[str, int]] = {
     "shard2 x sp2": {"dp_shard": 2, "sp": 2},
     "sp2 x tp2": {"sp": 2, "tp": 2},
 }
+EXPERT_MESHES: dict[str, dict[str, int]] = {
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "dp2 x ep2": {"dp_replicate": 2, "ep": 2},
+    "shard2 x ep2": {"dp_shard": 2, "ep": 2},
+    "ep2 x sp2": {"ep": 2, "sp": 2},
+    "ep2 x tp2": {"ep": 2, "tp": 2},
+}
+"""Meshes of mixtures of experts."""
+ALL_MESHES = MESHES | EXPERT_MESHES
 CAPS = {"one micro-batch": 10_000, "many": 48}
 COLUMNS = (("packed", "padded"), tuple(CAPS), ("actor", "critic"), ("float64", "float32"))
 """The columns beside the mesh: rows, cut, role, dtype."""
@@ -120,6 +130,11 @@ def cases(*, whole: bool) -> Iterator[Case]:
     for family, cell in itertools.product(FAMILIES, OF_FAMILIES):
         if whole or cell[0] != "1 process" or cell == BASE:
             yield Case(*cell, "actor", "float64", family)
+    for place, mesh in enumerate(EXPERT_MESHES):
+        for role in COLUMNS[2] if whole else COLUMNS[2][place % 2 : place % 2 + 1]:
+            yield Case(*BASE, role, "float64", "qwen3_moe")
+            for rows, cut in itertools.product(*COLUMNS[:2]) if whole else zip(COLUMNS[0], reversed(CAPS), strict=True):
+                yield Case(mesh, rows, cut, role, "float64", "qwen3_moe")
     for role, cell in itertools.product(LOSSES, OF_LOSSES):
         yield Case(*cell, role, "float64")
 
@@ -229,13 +244,14 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
     rendezvous = open_meeting(folder)
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
     ordered = sorted(
-        cases(whole=(folder / WHOLE).exists()), key=lambda case: (-math.prod(MESHES[case.mesh].values()), case.mesh)
+        dict.fromkeys(cases(whole=(folder / WHOLE).exists())),
+        key=lambda case: (-math.prod(ALL_MESHES[case.mesh].values()), case.mesh),
     )
     for name, of_mesh in itertools.groupby(ordered, lambda case: case.mesh):
-        grid = Mesh(MESHES[name] or {"dp": 1})
+        grid = Mesh(ALL_MESHES[name] or {"dp": 1})
         if rank >= grid.size:
             continue
-        models = Models(model_folder, DeviceMesh.connect(rendezvous, name, rank, MESHES[name], timeout_s=120))
+        models = Models(model_folder, DeviceMesh.connect(rendezvous, name, rank, ALL_MESHES[name], timeout_s=120))
         for case in of_mesh:
             batch = make_batch(case.role)
             part = deal(batch, grid.num_parts, 0.01)[0][grid.part(rank)]

@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from parity_rank import BASE, FAMILIES, LOSSES, MESHES, OF_FAMILIES, OF_LOSSES, WHOLE, Case, cases
+from parity_rank import (
+    ALL_MESHES,
+    BASE,
+    EXPERT_MESHES,
+    FAMILIES,
+    LOSSES,
+    MESHES,
+    OF_FAMILIES,
+    OF_LOSSES,
+    WHOLE,
+    Case,
+    cases,
+)
 from ranks import TOLERANCES, run_ranks
 from tiny_families import make_family_model
 from tiny_models import make_tiny_model
@@ -43,15 +55,21 @@ def error_of(folder: Path, case: Case) -> dict[str, float]:
     """
     base = Case(*BASE, case.role, case.dtype, case.family)
     expected = safetensors.torch.load_file(folder / f"{base}, 0.safetensors")
-    grid = Mesh({axis: MESHES[case.mesh].get(axis, 1) for axis in AXES})
+    grid = Mesh({axis: ALL_MESHES[case.mesh].get(axis, 1) for axis in AXES})
     ranks = [safetensors.torch.load_file(folder / f"{case}, {rank}.safetensors") for rank in range(grid.size)]
     # Each data-parallel part has a loss of its own; its sp and tp peers know the same one.
     found = {**ranks[0], "loss": torch.stack([ranks[rank]["loss"] for rank in grid.leaders]).sum()}
     for rank, got in enumerate(ranks):
-        place = grid.coordinates(rank) | {"dp_replicate": 0, "sp": 0}
-        first = next(other for other in range(grid.size) if grid.coordinates(other) == place)
-        copies = [name for name in got if name.startswith("held/")] + ["grad_norm"]
-        assert all(torch.equal(got[name], ranks[first][name]) for name in copies), f"{case}: rank {rank} is no copy"
+        held = [name for name in got if name.startswith("held/")]
+        experts = [name for name in held if ".experts." in name]
+        for axes, copies in {
+            ("dp_replicate", "sp"): experts,
+            ("dp_replicate", "ep", "sp"): {*held} - {*experts},
+        }.items():
+            place = grid.coordinates(rank) | dict.fromkeys(axes, 0)
+            first = next(other for other in range(grid.size) if grid.coordinates(other) == place)
+            same = all(torch.equal(got[name], ranks[first][name]) for name in (*copies, "grad_norm"))
+            assert same, f"{case}: rank {rank} is no copy"
     errors: dict[str, float] = collections.defaultdict(float)
     for name, wanted in expected.items():
         if name.startswith("held/"):
@@ -68,7 +86,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", list(cases(whole=False)), ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys(cases(whole=False)), ids=str)
 def test_loss_gradient_norm_and_weights_after_three_steps_are_those_of_one_process(folder, case):
     check(folder, case)
 
@@ -122,6 +140,19 @@ def write_page(folder: Path) -> str:
                 lines.append(f"| {mesh} | " + " | ".join(f"{cell:.1e}" if cell else "0" for cell in cells) + " |")
             lines.append("")
     lines += [
+        "## Experts dealt over ranks (`ep`), float64",
+        "",
+        "A Qwen3-MoE of two layers with eight experts each, of which a token is sent to three.",
+        "",
+        "| mesh | " + " | ".join(f"{role}, {rows}, {cut}" for role in ("actor", "critic") for rows, cut in head) + " |",
+        "|---|" + "---:|" * 2 * len(head),
+    ]
+    for mesh in EXPERT_MESHES:
+        of_mesh = [Case(mesh, *cell, role, "float64", "qwen3_moe") for role in ("actor", "critic") for cell in head]
+        errors = [max(error_of(folder, case).values()) for case in of_mesh]
+        lines.append(f"| {mesh} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
+    lines += [
+        "",
         "## Other families, actor, float64",
         "",
         "| family | " + " | ".join(", ".join(cell) for cell in OF_FAMILIES[1:]) + " |",

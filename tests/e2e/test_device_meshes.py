@@ -67,6 +67,17 @@ def test_threads_that_share_matrices_tokens_or_rows_train_and_measure_as_one_pro
     assert_same_metrics(metrics_of(run), metrics_of(expected))
 
 
+def test_ranks_that_share_experts_train_a_mixture_as_one_process_and_one_process_goes_on_from_theirs(runs):
+    keys = (INLINE, HEADS, "model.create.architecture=qwen3_moe", "checkpoint={every_steps: 2, keep: 9}")
+    whole = final_weights(runs.run("one", *keys, ONE))
+    run = runs.run("mesh", *keys, TWO, *meshes("ep=2"))
+    assert_close(final_weights(run), whole)
+    for later in sorted(run.checkpoints.iterdir())[1:]:
+        later.rename(run.path / later.name)
+    alone = [f"{role}.mesh.ep=1" for role in ("actor", "critic", "reference")]
+    assert_close(final_weights(runs.resume("mesh", ONE, *alone)), whole)
+
+
 def test_processes_that_shard_a_model_train_as_one_process_and_resume(runs, expected):
     keys = (HEADS, CORRECTED, "checkpoint={every_steps: 2, keep: 9}")
     run = runs.run("mesh", RAY, TWO, *keys, *meshes("dp_shard=2"))

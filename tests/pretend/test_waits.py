@@ -1,5 +1,7 @@
 """How often the host waits for the device while it trains, and how much it copies: indices, without a wait."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny_models import make_tiny_model
@@ -7,6 +9,10 @@ from tiny_models import make_tiny_model
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
+from rallypoint.models import ModelShard
+from rallypoint.models.expert_parallel import deal_experts
+from rallypoint.models.tensor_parallel import TensorParts
+from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths
 
 DEVICE = torch.device("pretend:0")
@@ -53,6 +59,49 @@ def test_a_micro_batch_is_trained_without_a_wait(pretend, tmp_path, activations,
     # Indices: of each token a few numbers for each head.
     per_token = (more_bytes["to the device"] - num_bytes["to the device"]) / (4 * ROW)
     assert per_token < 8 * 20 + (200 if activations == "offload" else 0)
+
+
+class Mirror:
+    """Two ranks, of which the other does what this one does."""
+
+    rank, size = 0, 2
+
+    def all_reduce_sum(self, tensors):
+        for tensor in tensors:
+            tensor.mul_(2)
+
+    def all_reduce_max(self, tensor):
+        pass
+
+    def all_gather(self, tensor, sizes):
+        return [tensor, tensor]
+
+    def exchange(self, parts, sizes):
+        return [parts[0], parts[0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, ranks):
+    counted = []
+    for num_layers in (2, 4):
+        folder = make_tiny_model(tmp_path / str(num_layers), architecture="qwen3_moe", num_layers=num_layers)
+        shard = load_policy(folder, dtype="float32", device=DEVICE)
+        if ranks == 2:
+            deal_experts(shard.model, Mirror(), TensorParts.whole(shard.model))
+            mesh = dataclasses.replace(DeviceMesh.solo(), ep=Mirror(), passes=Mirror())
+            shard = ModelShard.whole(shard.model, mesh)
+        engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW)
+        for num in (4, 4, 8):
+            pretend.reset()
+            engine.train(
+                rows(num),
+                lambda part, at, shard=shard: (OUTPUTS["policy"](shard, part, at).sum(), Metrics()),
+                denominator=1.0,
+                step=1,
+                num_steps=2,
+            )
+            counted.append(pretend.syncs.copy())
+    assert counted[1] == counted[2] == counted[4] == counted[5] == {"copy to the host": 1, "item": 1}
 
 
 def test_what_a_loss_tells_of_a_micro_batch_is_all_that_is_waited_for(runs, pretend):

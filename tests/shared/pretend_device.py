@@ -126,6 +126,8 @@ def _register_operators() -> None:
     library.impl("_copy_from", _copy_from, _KEY)
     library.impl("_copy_from_and_resize", _copy_from, _KEY)
     library.impl("_local_scalar_dense", _item, _KEY)
+    # CUDA has a kernel, in bfloat16; torch's own for other devices asks for the ends of groups.
+    library.impl("_grouped_mm", functools.partial(_compute, _overload("_grouped_mm")), _KEY)
     library.impl("record_stream", _record_stream, _KEY)
     library.impl("scaled_dot_product_attention", _attend, f"Autograd{_KEY}")
     everything = torch.library.Library("_", "IMPL")

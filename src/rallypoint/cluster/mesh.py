@@ -11,7 +11,7 @@ from collections.abc import Mapping
 class Mesh:
     """Ranks as the cells of a grid; the last axis varies fastest, as in torch's DeviceMesh.
 
-    A batch is split over the axes whose names begin with "dp". The ranks that differ on other axes only
+    A batch is split over `ep` and the axes whose names begin with "dp". The ranks that differ on other axes only
     (`tp`, `sp`) are peers: they get the same part, and the one at 0 on all of those axes, their leader,
     answers for them.
 
@@ -65,4 +65,4 @@ class Mesh:
 
 
 def _splits(axis: str) -> bool:
-    return axis.startswith("dp")
+    return axis.startswith("dp") or axis == "ep"

@@ -11,7 +11,7 @@ from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES
+from rallypoint.families import FAMILIES, MIXTURES
 
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
@@ -151,8 +151,16 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
             f"{role}.mesh.tp={mesh.tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
             f"those of type {', '.join(FAMILIES)} can",
         )
+    elif mesh.ep > 1 and shape.model_type not in MIXTURES:
+        yield Problem(
+            (f"{role}.mesh.ep",),
+            f"{role}.mesh.ep={mesh.ep}: models of type {shape.model_type!r} have no experts to deal over ranks; those "
+            f"of type {', '.join(MIXTURES)} have. Use {role}.mesh.dp_shard or {role}.mesh.tp",
+        )
     elif misfit := misfit_of(mesh.tp, shape.shared_by_tensor_parallel_ranks):
         yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
+    elif misfit := misfit_of(mesh.ep, {"experts of a tp rank": shape.num_experts // mesh.tp}):
+        yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
     elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // mesh.tp}):
         yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
 

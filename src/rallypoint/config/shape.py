@@ -12,7 +12,8 @@ from typing import Any
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES
+from rallypoint.families import FAMILIES, small_experts
+from rallypoint.families.family import ATTENTION
 
 _DIGITS_VOCABULARY = 20
 
@@ -108,11 +109,12 @@ class ModelShape:
         widths = {"q_proj": query, "k_proj": key_value, "v_proj": key_value, "o_proj": query}
         widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate_size)
         adapted = [
-            self.hidden_size + width
+            (self.num_layers if name in ATTENTION else self.num_layers - self.num_sparse_layers)  # but for experts
+            * (self.hidden_size + width)
             for name, width in widths.items()
             if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
         ]
-        return self.num_layers * _rank_of(lora) * sum(adapted)
+        return _rank_of(lora) * sum(adapted)
 
     @property
     def attention_cost(self) -> float:
@@ -266,6 +268,10 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
         tie_embeddings=False,
         query_key_norm=FAMILIES[made.architecture].norms_heads,
         model_type=made.architecture,
+        caps_scores=False,
+        **_read_experts(
+            {"num_hidden_layers": made.num_layers, **small_experts(made.architecture, made.intermediate_size)}
+        ),
     )
 
 

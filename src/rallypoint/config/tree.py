@@ -350,12 +350,13 @@ class RunConfig(Section):
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
         meshes = (self.actor.mesh, self.reference.mesh or MeshConfig())
-        alone = all(mesh.dp_shard == mesh.sp == mesh.tp == 1 for mesh in meshes)
+        alone = all(mesh.dp_shard == mesh.ep == mesh.sp == mesh.tp == 1 for mesh in meshes)
         wanted = bool(self.model.lora and self.kl) and not self.engine.sleep
         return wanted and alone and self._lives_with_actor("reference")
 
     def _lives_with_actor(self, role: RoleName) -> bool:
-        here = self.actor.mesh.dp_shard == self.actor.mesh.tp == 1 and self.roles[role].pool == self.roles["actor"].pool
+        mesh, pools = self.actor.mesh, (self.roles[role].pool, self.roles["actor"].pool)
+        here = mesh.dp_shard == mesh.ep == mesh.tp == 1 and pools[0] == pools[1]
         return here and self.num_ranks(role) <= self.num_ranks("actor")
 
     def num_ranks(self, role: RoleName) -> int:
@@ -373,13 +374,13 @@ class RunConfig(Section):
             "critic": self.critic.mesh or MeshConfig(),
         }
         mesh = sections.get(role, MeshConfig())
-        inner = {"dp_shard": mesh.dp_shard, "sp": mesh.sp, "tp": mesh.tp}
+        inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "sp": mesh.sp, "tp": mesh.tp}
         return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
 
     def num_parts(self, role: RoleName) -> int:
         """Return over how many of a role's ranks rows are split; the others work on the same rows."""
         sizes = self.mesh(role)
-        return sizes["dp_replicate"] * sizes["dp_shard"]
+        return sizes["dp_replicate"] * sizes["dp_shard"] * sizes["ep"]
 
 
 def row_limit(config: RunConfig) -> tuple[tuple[str, ...], str]:

@@ -199,7 +199,7 @@ class TrainingEngine(Generic[BatchT]):
     @torch.no_grad()
     def _blame(self, batch: BatchT, rows: list[int], loss: Loss[BatchT]) -> str:
         """Name the rows whose own loss is not finite; all rows if only their sum is not, or if ranks share passes."""
-        if self._mesh.shard.size > 1:
+        if self._mesh.passes.size > 1:
             return _name_rows(batch, rows)
         groups = batch.prompt_index.tolist() if batch.rows_together > 1 else range(len(batch))
         alone = [batch.rows([other for other in rows if groups[other] == groups[row]]) for row in rows]

@@ -10,7 +10,7 @@ import pkgutil
 
 from rallypoint.families.family import Cut, Family, Norm
 
-__all__ = ["FAMILIES", "Cut", "Family", "Norm"]
+__all__ = ["FAMILIES", "MIXTURES", "Cut", "Family", "Norm", "small_experts"]
 
 
 def _found() -> dict[str, Family]:
@@ -21,3 +21,17 @@ def _found() -> dict[str, Family]:
 
 FAMILIES = _found()
 """`model_type` of config.json -> family, in alphabetical order."""
+MIXTURES = {name: family for name, family in FAMILIES.items() if family.experts}
+"""Those of them that are mixtures of experts."""
+
+
+def small_experts(model_type: str, intermediate_size: int) -> dict[str, int]:
+    """Return what config.json of a small model says of its experts, if its family has any.
+
+    >>> small_experts("qwen3_moe", 32)
+    {'num_experts': 8, 'num_experts_per_tok': 2, 'moe_intermediate_size': 8, 'norm_topk_prob': True}
+    """
+    if model_type not in MIXTURES:
+        return {}
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, intermediate_size // 4)}
+    return sizes | {"norm_topk_prob": True}

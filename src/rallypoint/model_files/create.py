@@ -6,21 +6,34 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
+from rallypoint.families import small_experts
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
 from rallypoint.models import MAKING
 
-ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
 
 
 def create_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    architecture: Literal["llama", "qwen3"],
+    architecture: Literal["llama", "qwen3", "qwen3_moe"],
     hidden_size: int,
     num_layers: int,
     num_heads: int,
@@ -41,7 +54,7 @@ def create_model(
         num_layers: decoder layers.
         num_heads: attention heads; must divide hidden_size.
         num_key_value_heads: must divide num_heads.
-        intermediate_size: width inside the MLP.
+        intermediate_size: width inside the MLP; see `small_experts`.
         tie_embeddings: whether input and output embeddings are one matrix.
         initializer_range: standard deviation of the initial weights.
         max_positions: longest row that the model declares to support, in tokens.
@@ -67,6 +80,7 @@ def create_model(
         eos_token_id=tokenizer.eos_token_id,
         # No padding anywhere: with a padding id, transformers would never train that id's embedding.
         pad_token_id=None,
+        **small_experts(architecture, intermediate_size),
     )
     with MAKING, torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)

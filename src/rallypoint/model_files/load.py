@@ -75,7 +75,7 @@ class _Loader(abc.ABC):
         _check_depth(path, config)
         adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
         mesh = mesh or DeviceMesh.solo()
-        if mesh.shard.size > 1:
+        if mesh.passes.size > 1:
             self._check_sketch(path, config, DTYPES[dtype], device, trust_remote_code)
         with explained(path, config):
             shard = build(
@@ -94,7 +94,7 @@ class _Loader(abc.ABC):
             fill_adapters(shard, adapters, seed=seed)
         read_generation_config(path, shard.model)
         check_finite(path, shard.tensors(), mesh.tp)
-        if mesh.shard.size == 1:
+        if mesh.passes.size == 1:
             check_agreement(path, shard.model, head)
         return shard
 

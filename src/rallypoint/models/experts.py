@@ -1,13 +1,16 @@
 """The experts of a mixture and their router, hooked into transformers by its registry of implementations.
 
 A model built with `experts_implementation=EXPERTS` multiplies the tokens of each expert as one block, in every
-precision, with the same bits for the same tokens. Tokens that are sent to experts of other ranks are left out here;
-those ranks add their part.
+precision, with the same bits for the same tokens: on accelerators all blocks in one call, elsewhere one by one. Tokens
+that are sent to experts of other ranks are left out here; those ranks add their part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,9 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
 
 EXPERTS = "rallypoint_experts"
+
+_LEAST_ROWS: contextvars.ContextVar[int] = contextvars.ContextVar("least rows", default=0)
+"""Fewest rows that an expert multiplies."""
 
 _ROUTERS = frozenset(name for family in FAMILIES.values() for name in family.routers)
 """Classes of transformers that compute the same as ours, but always in float32."""
@@ -86,23 +93,68 @@ def add_up_experts(experts: Experts, states: Tensor, chosen: Tensor, shares: Ten
         chosen: [T, k] int64; experts from X on are on other ranks and add nothing.
         shares: [T, k] weights.
     """
-    num_experts, num_chosen = len(experts.gate_up_proj), chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)
-    counts: list[int] = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts].tolist()
-    order = order[: sum(counts)]
+    num_chosen, order = chosen.shape[1], chosen.flatten().argsort(stable=True)
     # Repeated first, so that the backward pass adds up neighbours in a fixed order.
     repeated = states.unsqueeze(1).expand(-1, num_chosen, -1).reshape(chosen.numel(), -1)
+    compute = _at_once if _has_grouped_products(experts) and not _LEAST_ROWS.get() else _one_by_one
+    outs = compute(experts, repeated, chosen.flatten(), order)
+    order = order[: len(outs)]
+    weighted = outs * shares.flatten().index_select(0, order).unsqueeze(1)
+    return torch.zeros_like(repeated).index_copy(0, order, weighted).view(*chosen.shape, -1).sum(1)
+
+
+def _one_by_one(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
+    """Return the outputs of the tokens of all experts that are here, in their order: [n, E]."""
+    num_experts, least = len(experts.gate_up_proj), _LEAST_ROWS.get()
+    counts: list[int] = torch.bincount(chosen, minlength=num_experts)[:num_experts].tolist()
     outs: list[Tensor] = []
     # Unbound, so that the backward pass allocates each weight's gradient once, not once per expert.
     gate_ups, downs = experts.gate_up_proj.unbind(), experts.down_proj.unbind()
     # At least one, so that states and weights have gradients even if no token is sent here.
     active = [expert for expert, count in enumerate(counts) if count] or [0]
-    groups = repeated.index_select(0, order).split([counts[expert] for expert in active])
-    for expert, tokens in zip(active, groups, strict=True):
-        gate, up = functional.linear(tokens, gate_ups[expert]).chunk(2, dim=-1)
-        outs.append(functional.linear(experts.act_fn(gate) * up, downs[expert]))
-    weighted = torch.cat(outs) * shares.flatten().index_select(0, order).unsqueeze(1)
-    return torch.zeros_like(repeated).index_copy(0, order, weighted).view(*chosen.shape, -1).sum(1)
+    groups = tokens.index_select(0, order[: sum(counts)]).split([counts[expert] for expert in active])
+    for expert, group in zip(active, groups, strict=True):
+        missing = max(0, least - len(group))
+        filled = functional.pad(group, (0, 0, 0, missing)) if missing else group
+        gate, up = functional.linear(filled, gate_ups[expert]).chunk(2, dim=-1)
+        outs.append(functional.linear(experts.act_fn(gate) * up, downs[expert])[: len(group)])
+    return torch.cat(outs)
+
+
+def _at_once(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
+    """Return the outputs of all tokens in their order, [T, E], zero for experts elsewhere; the host waits for nothing.
+
+    What a grouped product leaves behind its last group is not defined, nor is its gradient there.
+    """
+    numbers = torch.arange(len(experts.gate_up_proj), device=chosen.device)
+    ends = torch.searchsorted(chosen.index_select(0, order), numbers, right=True, out_int32=True)
+    is_here = (torch.arange(len(tokens), device=chosen.device) < ends[-1]).unsqueeze(1)
+    tokens = torch.where(is_here, tokens.index_select(0, order), 0.0)
+    gate, up = functional.grouped_mm(tokens, experts.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    outs = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
+    return torch.where(is_here, outs, 0.0)
+
+
+def _has_grouped_products(experts: Experts) -> bool:
+    """Return whether one call multiplies all experts: on accelerators, in float32 and below, by rows of whole words."""
+    weights = (experts.gate_up_proj, experts.down_proj)
+    device, is_wide = weights[0].device, weights[0].dtype == torch.float64
+    if computes_in_pieces(device) or is_wide or any(weight.shape[2] * weight.itemsize % 16 for weight in weights):
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextlib.contextmanager
+def same_shapes(num_tokens: int) -> Iterator[None]:
+    """Have every expert multiply so many tokens, filled up with zeros, in passes of so many tokens in this thread.
+
+    A product rounds by its size: a token's bits then do not depend on where others are sent.
+    """
+    before = _LEAST_ROWS.set(num_tokens)
+    try:
+        yield
+    finally:
+        _LEAST_ROWS.reset(before)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, add_up_experts)

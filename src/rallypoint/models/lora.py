@@ -144,7 +144,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         summed |= {a} if num_outputs < outputs else {b} if num_inputs < inputs else set()
     for name in adapters.whole:
         model.get_submodule(name).requires_grad_(True)
-    return TensorParts(parts, frozenset(summed))
+    return TensorParts(parts, frozenset(summed), cut.dealt)
 
 
 def _check_not_tied(model: PreTrainedModel, whole: Sequence[str]) -> None:
@@ -209,8 +209,7 @@ def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
     if layers := adapted_layers(other):
         one = next(iter(layers.values()))
         lora = LoRAConfig(rank=one.rank, alpha=one.alpha, rslora=one.rslora, target_modules=tuple(layers))
-        parts = {name: Part.whole(weight.shape) for name, weight in model.named_parameters()}
-        add_adapters(model, Adapters(lora, (), None), TensorParts(parts, frozenset()))
+        add_adapters(model, Adapters(lora, (), None), TensorParts.whole(model))
 
 
 def merge_layers(model: nn.Module) -> None:

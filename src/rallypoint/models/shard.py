@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
+from rallypoint.models.expert_parallel import deal_experts
 from rallypoint.models.experts import EXPERTS
 from rallypoint.models.layers import allocate_joined, replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
@@ -112,10 +113,15 @@ def build(
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
-    tensor = cut_model(model, family_of(model.config.model_type), mesh.tp) if mesh.tp.size > 1 else None
-    if adapters is not None:
-        parts = {name: Part.whole(weight.shape) for name, weight in model.named_parameters()}
-        tensor = add_adapters(model, adapters, tensor or TensorParts(parts, frozenset()))
+    tensor = None
+    if mesh.tp.size > 1:
+        tensor = cut_model(model, family_of(model.config.model_type), mesh.tp)
+    elif mesh.ep.size > 1 or adapters is not None:
+        tensor = TensorParts.whole(model)
+    if tensor is not None and mesh.ep.size > 1:
+        tensor = deal_experts(model, mesh.ep, tensor)
+    if tensor is not None and adapters is not None:
+        tensor = add_adapters(model, adapters, tensor)
     return _sharded(model.eval(), mesh, tensor, frozen=frozen)
 
 
@@ -213,7 +219,8 @@ def shard_model(
     layers = list(cast("nn.ModuleList", model.base_model.layers)) if mesh.shard.size > 1 else []
     cuts = TensorCuts()
     if tensor is not None:
-        cuts = TensorCuts({name for name, part in tensor.parts.items() if not part.is_whole}, tensor.summed)
+        cut = {name for name, part in tensor.parts.items() if not part.is_whole}
+        cuts = TensorCuts(cut, tensor.summed, tensor.dealt)
     return Sharding(model, layers, mesh, cuts, frozen=frozen)
 
 

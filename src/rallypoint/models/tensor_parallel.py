@@ -34,6 +34,13 @@ class TensorParts:
     """Name of every parameter (the first one, if tied) -> the part that the rank has."""
     summed: frozenset[str]
     """Parameters that every rank has whole, and whose gradient is the sum over the ranks."""
+    dealt: frozenset[str] = frozenset()
+    """Parameters of experts, if these are dealt over `ep`."""
+
+    @classmethod
+    def whole(cls, model: nn.Module) -> TensorParts:
+        """Return the parts of a model that is not cut."""
+        return cls({name: Part.whole(weight.shape) for name, weight in model.named_parameters()}, frozenset())
 
 
 def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorParts:
@@ -209,8 +216,7 @@ def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
 
     def enter(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         states, chosen, shares = args
-        foreign = (chosen < own.start) | (chosen >= own.stop)
-        return replicate(states, tp), (chosen - own.start).masked_fill(foreign, len(own)), replicate(shares, tp)
+        return replicate(states, tp), renumbered(chosen, own), replicate(shares, tp)
 
     def leave(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         del args
@@ -218,6 +224,16 @@ def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
 
     experts.register_forward_pre_hook(enter)
     experts.register_forward_hook(leave)
+
+
+def renumbered(chosen: Tensor, own: range) -> Tensor:
+    """Return experts numbered from the first own one; all others are behind the last.
+
+    >>> renumbered(torch.tensor([0, 4, 5, 7]), range(4, 6)).tolist()
+    [2, 0, 1, 2]
+    """
+    foreign = (chosen < own.start) | (chosen >= own.stop)
+    return (chosen - own.start).masked_fill(foreign, len(own))
 
 
 def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:

@@ -3,7 +3,15 @@
 Must not know: models, roles, Ray.
 """
 
-from rallypoint.parallel.autograd import exchange_for_columns, exchange_for_rows, gather_rows, reduce, replicate
+from rallypoint.parallel.autograd import (
+    exchange_for_columns,
+    exchange_for_rows,
+    gather_rows,
+    reduce,
+    replicate,
+    share_rows,
+    sum_rows,
+)
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.fsdp import held, shard_rows
 from rallypoint.parallel.mesh import DeviceMesh
@@ -28,4 +36,6 @@ __all__ = [
     "reduce",
     "replicate",
     "shard_rows",
+    "share_rows",
+    "sum_rows",
 ]

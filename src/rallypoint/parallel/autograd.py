@@ -50,6 +50,25 @@ def gather_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tens
     return tensor if group.size == 1 else _GatherRows.apply(tensor, group, sizes)
 
 
+def share_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    """Join the ranks' tensors as `gather_rows`, for ranks that each compute a term of the loss from all of them.
+
+    Backward sums the ranks' gradients of this rank's slice.
+    """
+    return _ShareRows.apply(tensor, group, sizes)  # pyright: ignore[reportReturnType] - `apply` is untyped
+
+
+def sum_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    """Sum the ranks' terms of this rank's slice: [sum of sizes, ...] -> [n, ...]; backward joins the gradients.
+
+    The ranks' gradients are of tensors of their own, so that both are the other's backward pass:
+
+        rank 0 has   1 2 3      sizes 2 and 1      rank 0 returns   11 22
+        rank 1 has   10 20 30                      rank 1 returns   33
+    """
+    return _SumRows.apply(tensor, group, sizes)  # pyright: ignore[reportReturnType] - `apply` is untyped
+
+
 def exchange_for_columns(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
     """Trade some rows with all columns for all rows with some columns; backward trades back.
 
@@ -115,6 +134,35 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         start = sum(ctx.sizes[: ctx.group.rank])
         return grad[start : start + ctx.sizes[ctx.group.rank]], None, None
+
+
+class _ShareRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return torch.cat(group.all_gather(tensor, sizes))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return _summed(grad, ctx.group, ctx.sizes), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _summed(tensor, group, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return torch.cat(ctx.group.all_gather(grad, ctx.sizes)), None, None
+
+
+def _summed(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    mine = [sizes[group.rank]] * group.size
+    return torch.stack(group.exchange(tensor.split(list(sizes)), mine)).sum(0)
 
 
 class _ExchangeForColumns(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
     dp_replicate    copies of the model, different rows
     dp_shard        one copy cut over the ranks (FSDP2), different rows
+    ep              the experts dealt over the ranks, copies of all else, different rows
     sp              same weights, same rows, different tokens (Ulysses)
     tp              one copy cut over the ranks (Megatron), same rows, same tokens
 
@@ -19,7 +20,7 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.process_group import Device
 
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+AXES = ("dp_replicate", "dp_shard", "ep", "sp", "tp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +28,21 @@ class DeviceMesh:
     """One rank's view of the mesh: its place on every axis, and its peers along it."""
 
     sizes: Mapping[str, int]
-    """Axis -> size; all four axes."""
+    """Axis -> size; all axes."""
     coordinates: Mapping[str, int]
     """Axis -> this rank's place on it."""
     everyone: Collective
     """All ranks of the role."""
     replicas: Collective
-    """Ranks with the same part of the weights, along dp_replicate and sp. Gradients are summed over them."""
+    """Ranks with the same part of the weights, along dp_replicate, ep and sp. Gradients are summed over them."""
+    expert_replicas: Collective
+    """Ranks with the same experts, along dp_replicate and sp."""
+    passes: Collective
+    """Ranks that make their passes together, along dp_shard and ep."""
     shard: Collective
     """Along dp_shard."""
+    ep: Collective
+    """Along ep."""
     sp: Collective
     """Along sp."""
     tp: Collective
@@ -48,12 +55,8 @@ class DeviceMesh:
 
     def abandon(self) -> None:
         """Leave all groups in the middle of an operation: ranks that wait for this one fail at once."""
-        groups = {
-            one.group: None
-            for one in (self.everyone, self.replicas, self.shard, self.sp, self.tp)
-            if isinstance(one, Grouped)
-        }
-        for group in groups:
+        met = (getattr(self, field.name) for field in dataclasses.fields(self))
+        for group in dict.fromkeys(one.group for one in met if isinstance(one, Grouped)):
             group.abandon()
 
     @contextlib.contextmanager
@@ -68,7 +71,7 @@ class DeviceMesh:
     def solo(cls) -> DeviceMesh:
         """Return the mesh of a single rank."""
         one = Solo()
-        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 5)
+        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 8)
 
     @classmethod
     def connect(
@@ -122,7 +125,8 @@ class DeviceMesh:
             return met[ranks]
 
         # One order of meetings for all ranks; a group that another axis has met already is met once.
-        along = (AXES, ("dp_replicate", "sp"), ("dp_shard",), ("sp",), ("tp",))
+        copies, passes = ("dp_replicate", "ep", "sp"), ("dp_shard", "ep")
+        along = (AXES, copies, ("dp_replicate", "sp"), passes, ("dp_shard",), ("ep",), ("sp",), ("tp",))
         return cls(dict(grid.axes), grid.coordinates(rank), *[group(*axes) for axes in along])
 
 

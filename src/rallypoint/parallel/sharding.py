@@ -4,7 +4,8 @@ Owns: which ranks sum what, and in which order. Must not know: losses, optimizer
 ranks of the mesh in the same order; on a mesh of one rank it does nothing.
 
     weights of               are cut over    gradients add up over
-    any model                dp_shard        dp_shard (within backward), dp_replicate and sp
+    any model                dp_shard        dp_shard (within backward), dp_replicate, ep and sp
+    experts                  ep, too         dp_shard (within backward), dp_replicate and sp
     a block of a layer       tp              nothing more
     `summed`                 nothing         tp, whose ranks computed them in parts
 """
@@ -28,12 +29,14 @@ ResultT = TypeVar("ResultT")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorCuts:
-    """Weights that tensor parallelism has changed, by name."""
+    """Weights that tensor and expert parallelism have changed, by name."""
 
     cut: Collection[str] = ()
     """Weights of which every rank has a part."""
     summed: Collection[str] = ()
     """Weights that every rank has whole, with a gradient in parts."""
+    dealt: Collection[str] = ()
+    """Weights of experts, of which every rank of `ep` has some."""
 
 
 class Sharding:
@@ -89,10 +92,10 @@ class Sharding:
         Raises:
             PeerFailedError: another rank failed.
         """
-        if self._root is None:
+        if self._mesh.passes.size == 1:
             return num_passes or 0
         most = torch.tensor([num_passes or 0, int(num_passes is None)])
-        self._mesh.shard.all_reduce_max(most)
+        self._mesh.passes.all_reduce_max(most)
         if most[1] and num_passes is not None:
             raise PeerFailedError("another rank cannot make its passes; see its error")
         return int(most[0])
@@ -131,7 +134,9 @@ class Sharding:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             gradients[name] = weight.grad
-        self._mesh.replicas.all_reduce_sum(list(gradients.values()))
+        of_experts = [gradients[name] for name in gradients if name in self._cuts.dealt]
+        self._mesh.replicas.all_reduce_sum([gradients[name] for name in gradients if name not in self._cuts.dealt])
+        self._mesh.expert_replicas.all_reduce_sum(of_experts)
         if self._cuts.summed:
             self._mesh.tp.all_reduce_sum([gradients[name] for name in sorted(self._cuts.summed) if name in gradients])
         norm = self._norm(gradients)
@@ -140,13 +145,19 @@ class Sharding:
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of all gradients, each counted once."""
-        if self._mesh.shard.size == self._mesh.tp.size == 1:
+        if self._mesh.shard.size == self._mesh.tp.size == self._mesh.ep.size == 1:
             return torch.nn.utils.get_total_norm(list(gradients.values()))
-        cut = [gradient for name, gradient in gradients.items() if name in self._cuts.cut]
-        whole = [gradient for name, gradient in gradients.items() if name not in self._cuts.cut]
-        squares = [torch.nn.utils.get_total_norm(part).double().square() for part in (cut, whole)]
-        of_cut, of_whole = (square.to(next(iter(gradients.values())).device) for square in squares)
+        parts: tuple[list[Tensor], ...] = ([], [], [])  # dealt over ep, cut over tp, whole
+        for name, gradient in gradients.items():
+            parts[0 if name in self._cuts.dealt else 1 if name in self._cuts.cut else 2].append(gradient)
+        like = next(iter(gradients.values()))
+        nothing = like.new_zeros((), dtype=torch.float64)
+        of_dealt, of_cut, of_whole = (
+            torch.nn.utils.get_total_norm(part).double().square() if part else nothing.clone() for part in parts
+        )
+        self._mesh.ep.all_reduce_sum([of_dealt])
+        of_cut = of_cut + of_dealt
         self._mesh.tp.all_reduce_sum([of_cut])
         total = of_cut + of_whole
         self._mesh.shard.all_reduce_sum([total])
-        return total.sqrt().to(next(iter(gradients.values())).dtype)
+        return total.sqrt().to(like.dtype)

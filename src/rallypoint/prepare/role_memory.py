@@ -94,6 +94,7 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     size = _BYTES[config.model.dtype]
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role)
+    shape = dataclasses.replace(shape, num_experts=shape.num_experts // sizes["ep"])
     # Every rank has its part of the matrices, and of their optimizer state.
     cut = sizes["dp_shard"] * sizes["tp"]
     own_heads = {"critic": shape.num_critic_parameters, "reward": shape.num_reward_parameters}
@@ -171,7 +172,7 @@ class _Pass:
 
 def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> int:
     """Return the most that full micro-batches of a role need, forward, and backward if it learns."""
-    size, part = _BYTES[config.model.dtype], shape.part(config.mesh(role)["tp"])
+    size, part = _BYTES[config.model.dtype], _computed(config, shape, role)
     gathered = _gathered_bytes(config, shape, role)
     full = _full_pass(config, shape, role, num_parts=1)
     at_head = 2 * full.num_outputs * shape.hidden_size * size
@@ -184,6 +185,16 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> i
         checkpointed = config.engine.activations != "keep"
         most = max(most, _on_device(config, role, training + gathered, checkpointed=checkpointed))
     return most
+
+
+def _computed(config: RunConfig, shape: ModelShape, role: RoleName) -> ModelShape:
+    """Return the sizes of what a rank computes; on accelerators it has room for all tokens that may be sent to it."""
+    sizes = config.mesh(role)
+    part = shape.part(sizes["tp"])
+    if config.cluster.device == "cpu":
+        return part
+    num_chosen = shape.num_chosen_experts * sizes["ep"]
+    return dataclasses.replace(part, expert_size=shape.expert_size, num_chosen_experts=num_chosen)
 
 
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:

@@ -325,5 +325,5 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
         digests = await self._group.call(ActorWorker.fingerprint)
         places = map(self._group.mesh.coordinates, range(len(digests)))
-        parts = [(place["dp_shard"], place["tp"]) for place in places]
+        parts = [(place["dp_shard"], place["ep"], place["tp"]) for place in places]
         return joint_digest(f"the actor's ranks hold different weights at version {self.version}", digests, parts)

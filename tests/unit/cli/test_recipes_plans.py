@@ -16,6 +16,7 @@ from rallypoint.prepare.machine import imagine
 
 ROOT = Path(__file__).parents[3]
 MACHINES = {"24 GB": "L4", "80 GB": "H100", "8 x 80 GB": "8xH100"}
+MIXTURES = {"8 x 80 GB": "8xH100", "16 x 80 GB": "16xH100"}
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
@@ -23,6 +24,7 @@ PUBLISHED = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 
 
@@ -61,6 +63,24 @@ def test_the_plan_of_a_recipe_is_what_its_page_says_and_fits_the_machine(command
     assert float(numbers[-1]) < imagine(MACHINES[machine]).accelerators[0].num_bytes / 2**30
     assert "may need" not in said
     assert f"{PUBLISHED[f'Qwen/{model}'] / 1e6:,.0f}"[:3] in said
+
+
+def mixtures() -> list[list[str]]:
+    """Return the cells of the rows of mixtures, which have rollouts in a pool of their own."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row for row in rows if len(row) == 7 and row[1] in MIXTURES]
+
+
+@pytest.mark.parametrize("row", mixtures(), ids=lambda row: f"{row[0]} {row[1]} {row[2]}")
+def test_the_plan_of_a_mixture_is_what_its_page_says(command, row):
+    model, machine, _, *numbers, line = row
+    said = command(*shlex.split(line.strip("`"))[1:], "--dry-run", "--on", MIXTURES[machine]).stdout
+    lines = {each.split()[0]: each for each in said.splitlines() if each.split()}
+    found = [re.findall(r"([\d.]+) GiB", lines[name]) for name in ("total", "cache")]
+    assert [*found[0], found[1][-1]] == numbers
+    assert "may need" not in said
+    assert f"{PUBLISHED[f'Qwen/{model}'] / 1e6:,.0f}" in said
 
 
 def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():

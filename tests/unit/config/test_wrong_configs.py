@@ -254,6 +254,17 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "model.create=null model.path=mixture reference.mesh.tp=2",
         ("reference.mesh.tp=2 does not divide 9 experts; choose 1",),
     ),
+    "fit: experts and ranks that share them": (
+        "model.create=null model.path=mixture actor.mesh.ep=2",
+        ("actor.mesh.ep=2 does not divide 9 experts of a tp rank; choose 1, 3 or 9",),
+    ),
+    "fit: a model without experts": (
+        "actor.mesh.ep=2",
+        (
+            "actor.mesh.ep=2: models of type 'llama' have no experts",
+            "of type qwen3_moe have. Use actor.mesh.dp_shard or",
+        ),
+    ),
     "fit: mesh and ranks": (
         "actor.mesh.tp=3",
         ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product divides 2"),

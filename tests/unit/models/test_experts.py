@@ -1,13 +1,16 @@
 """Experts computed in blocks against a loop over tokens: values and gradients."""
 
+import contextlib
+
 import pytest
 import torch
+from accelerator_forms import accelerator_forms
 from torch import nn
 from torch.nn import functional
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from rallypoint.models.experts import add_up_experts, replace_routers
+from rallypoint.models.experts import add_up_experts, replace_routers, same_shapes
 
 
 class FourExperts(nn.Module):
@@ -96,3 +99,41 @@ def make_router(norm_topk_prob, dtype):
     with torch.no_grad():
         router.weight.copy_(torch.randn(6, 8, generator=generator))
     return router, torch.randn(20, 8, generator=generator).to(dtype)
+
+
+def float32_experts(num_experts, width, size):
+    generator = torch.Generator().manual_seed(0)
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * size, width, generator=generator))
+    experts.down_proj = nn.Parameter(torch.randn(num_experts, width, size, generator=generator))
+    experts.act_fn = nn.SiLU()
+    return experts
+
+
+@pytest.mark.parametrize("first", [0, 2, 8], ids=["all here", "some elsewhere", "none here"])
+def test_grouped_products_give_values_and_gradients_of_products_one_by_one(first):
+    experts, generator = float32_experts(4, 16, 8), torch.Generator().manual_seed(1)
+    chosen = torch.rand(30, 6, generator=generator).topk(3).indices + first
+    states, shares = torch.randn(30, 16, generator=generator), torch.rand(30, 3, generator=generator)
+    found = []
+    for form in (contextlib.nullcontext, accelerator_forms):
+        leaves = [states.clone().requires_grad_(), shares.clone().requires_grad_(), *experts.parameters()]
+        experts.zero_grad()
+        with form():
+            out = add_up_experts(experts, leaves[0], chosen, leaves[1])
+            out.square().sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_with_products_of_one_shape_a_token_has_the_same_bits_whatever_is_sent_beside_it():
+    experts, generator = float32_experts(4, 256, 96), torch.Generator().manual_seed(1)
+    states, shares = torch.randn(32, 256, generator=generator), torch.rand(32, 2, generator=generator)
+    found = []
+    for seed in range(5):  # the first token's experts stay, those of others change
+        others = torch.rand(31, 4, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+        chosen = torch.cat([torch.tensor([[2, 1]]), others])
+        with same_shapes(32), torch.no_grad():
+            found.append(add_up_experts(experts, states, chosen, shares)[0])
+    assert all(torch.equal(found[0], other) for other in found)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
-from rallypoint.parallel import DeviceMesh, gather_rows, reduce, replicate
+from rallypoint.parallel import DeviceMesh, gather_rows, reduce, replicate, share_rows, sum_rows
 
 
 def sum_of_ranks(group, mesh):
@@ -23,7 +23,7 @@ def test_a_mesh_of_one_rank_needs_no_place_to_meet():
 
 
 def test_an_axis_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="axes dp_replicate, dp_shard, sp, tp, not dp"):
+    with pytest.raises(ValueError, match="axes dp_replicate, dp_shard, ep, sp, tp, not dp"):
         DeviceMesh.connect(None, "actor", 0, {"dp": 2})
 
 
@@ -36,6 +36,36 @@ def test_every_axis_joins_the_ranks_that_differ_on_it_only(on_mesh):
     assert [coordinates["tp"] for coordinates, _ in found] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert found[0][1] == [0b11111111, 0b01010101, 0b1, 0b101, 0b11]
     assert found[7][1] == [0b11111111, 0b10101010, 0b10000000, 0b10100000, 0b11000000]
+
+
+def test_ranks_that_share_experts_have_the_same_other_weights_and_make_their_passes_together(on_mesh):
+    def call(mesh):
+        groups = (mesh.replicas, mesh.expert_replicas, mesh.passes, mesh.ep)
+        return [sum_of_ranks(group, mesh) for group in groups]
+
+    found = on_mesh(call, dp_replicate=2, ep=2, sp=2)
+    assert found[0] == [0b11111111, 0b110011, 0b101, 0b101]
+    assert found[7] == [0b11111111, 0b11001100, 0b10100000, 0b10100000]
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [5, 0]], ids=str)
+def test_shared_rows_and_their_sums_are_the_other_s_backward_pass(on_mesh, sizes):
+    rows = torch.arange(10.0).view(5, 2)
+    terms = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(0))  # of each rank
+
+    def call(mesh):
+        mine = rows.split(sizes)[mesh.ep.rank].clone().requires_grad_()
+        shared = share_rows(mine, mesh.ep, sizes)
+        sums = sum_rows(shared * terms[mesh.ep.rank], mesh.ep, sizes)
+        sums.square().sum().backward()
+        return shared, sums, mine.grad
+
+    total = terms.sum(0)
+    for rank, (shared, sums, grad) in enumerate(on_mesh(call, ep=2)):
+        own = [part.split(sizes)[rank] for part in (rows, total)]
+        assert torch.equal(shared, rows)
+        torch.testing.assert_close(sums, own[0] * own[1])
+        torch.testing.assert_close(grad, 2 * own[0] * own[1].square())
 
 
 def test_a_group_that_two_axes_share_is_met_once(on_mesh):

@@ -17,12 +17,14 @@ OnTooLong = Literal["error", "drop", "truncate"]
 class CreateModelConfig(Section):
     """A small model with random weights and a tokenizer for digits, made when the run starts."""
 
-    architecture: Literal["llama", "qwen3"] = key("llama", help="Family, as in transformers.")
+    architecture: Literal["llama", "qwen3", "qwen3_moe"] = key("llama", help="Family, as in transformers.")
     hidden_size: int = key(64, at_least=8, at_most=1024, help="Width.")
     num_layers: int = key(2, at_least=1, at_most=32, help="Decoder layers.")
     num_heads: int = key(4, at_least=1, at_most=64, help="Attention heads.")
     num_key_value_heads: int = key(4, at_least=1, at_most=64, help="Key/value heads; must divide num_heads.")
-    intermediate_size: int = key(256, at_least=8, at_most=8192, help="Width inside the MLP.")
+    intermediate_size: int = key(
+        256, at_least=8, at_most=8192, help="Width inside the MLP; a mixture has 8 experts of a quarter."
+    )
     initializer_range: float = key(0.02, above=0, at_most=1, help="Standard deviation of the initial weights.")
 
 

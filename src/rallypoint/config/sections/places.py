@@ -29,6 +29,7 @@ class MeshConfig(Section):
         automatic=True,
         help="Ranks that share one copy (FSDP2), each with its own rows; null: 1 if a device has room for that.",
     )
+    ep: int = key(1, at_least=1, help="Ranks that share the experts of a mixture, each with rows of its own.")
     sp: int = key(1, at_least=1, help="Ranks that share the tokens of the same rows (Ulysses).")
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 

@@ -84,6 +84,22 @@ def test_rollouts_do_not_depend_on_their_company(
         assert actual[name][2] == pytest.approx(sampled, rel=1e-4, abs=1e-5), name
 
 
+def test_in_the_mode_exact_tokens_of_a_mixture_do_not_depend_on_those_sent_to_the_same_experts(
+    make_policy, make_prompts, params
+):
+    prompts = make_prompts([5, 9, 2, 7])
+    requests = [
+        Request(
+            tokens=tuple(prompts.rows([prompt]).tokens.tolist()), params=params, prompt_index=prompt, sample_index=0
+        )
+        for prompt in range(4)
+    ]
+    model = make_policy("qwen3_moe")
+    together = rollouts(NativeEngine(model, mode="exact"), requests)
+    for name, alone in zip(together, requests, strict=True):
+        assert rollouts(NativeEngine(model, mode="exact"), [alone])[name] == together[name]
+
+
 @pytest.mark.parametrize("vocabulary", [20, 600])
 def test_what_is_said_of_a_row_has_the_same_bits_beside_rows_with_penalties_and_minimum_lengths(vocabulary):
     """Rows that have drawn as many tokens as their number: some may not end yet, some may since their last one."""

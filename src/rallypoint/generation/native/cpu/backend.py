@@ -26,6 +26,7 @@ from rallypoint.generation.native.model_runner import DecodeAttention
 from rallypoint.generation.native.prefill import prefill_packed, wanted_states
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
+from rallypoint.models.experts import same_shapes
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64
@@ -150,6 +151,11 @@ class ExactBackend(CPUBackend):
         """See `Backend.attention`."""
         tiles = [metadata.lines(slice(start, start + _TILE)) for start in range(0, len(metadata.tokens), _TILE)]
         return [BagAttention(cache, tile, self._heads, num_rows=_TILE, num_steps=num_steps) for tile in tiles]
+
+    def decode(self, attention: Sequence[DecodeAttention]) -> Tensor:
+        """See `Backend.decode`."""
+        with same_shapes(_TILE):
+            return super().decode(attention)
 
     def logits(self, states: Tensor) -> Tensor:
         """See `Backend.logits`."""
