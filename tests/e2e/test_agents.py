@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 
 import pytest
+from asking_twice import ROWS, TWICE, in_process
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 
@@ -13,23 +14,8 @@ from rallypoint.run.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs openai")
 
-ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
 INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "rollout.exact": True}
 INLINE |= {"reward.function": None}
-
-TWICE = """
-from openai import AsyncOpenAI
-
-
-async def run(base_url, api_key, example):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": one.role, "content": one.content} for one in example.prompt]
-        for _ in range(2):
-            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
-            said = answer.choices[0].message
-            messages += [said, {"role": "user", "content": "12"}]
-    return {"reward": (said.content or "").count(str(example.ground_truth)) / 4, "asked": 2}
-"""
 
 STREAMED = """
 from openai import OpenAI
@@ -44,13 +30,6 @@ def run(base_url, api_key, example):
         messages += [{"content": said, "role": "assistant"}, {"content": "12", "role": "user"}]
     return {"reward": said.count(str(example.ground_truth)) / 4, "asked": 2}
 """
-
-
-async def in_process(client, example):
-    """The same, without HTTP."""
-    await client.chat(max_tokens=5)
-    said = await client.chat([{"role": "user", "content": "12"}], max_tokens=5)
-    return {"reward": said["content"].count(str(example.ground_truth)) / 4, "asked": 2}
 
 
 @pytest.fixture

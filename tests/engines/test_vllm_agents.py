@@ -1,6 +1,7 @@
 """An agent of the user's whose rollouts are sampled by a real vLLM server: what the same episode samples in process."""
 
 import pytest
+from asking_twice import ROWS, TWICE, in_process
 from tiny_models import make_tiny_model
 
 import rallypoint as rally
@@ -8,33 +9,12 @@ import rallypoint as rally
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
-AGENT = """
-from openai import AsyncOpenAI
-
-
-async def run(base_url, api_key, example):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": one.role, "content": one.content} for one in example.prompt]
-        for _ in range(2):
-            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
-            said = answer.choices[0].message
-            messages += [said, {"role": "user", "content": "12"}]
-    return (said.content or "").count(str(example.ground_truth)) / 4
-"""
-
-
-async def in_process(client, example):
-    await client.chat(max_tokens=5)
-    said = await client.chat([{"role": "user", "content": "12"}], max_tokens=5)
-    return said["content"].count(str(example.ground_truth)) / 4
-
 
 @pytest.mark.usefixtures("installed")
 def test_an_agent_trains_on_what_a_server_samples_and_that_is_what_the_episode_in_process_does(tmp_path):
     sizes = {"hidden_size": 64, "num_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     make_tiny_model(tmp_path / "model", max_positions=256, **sizes)
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(TWICE)
     usual = {"num_prompts": 4, "group_size": 4, "num_steps": 3, "lr": 1e-3, "max_response_tokens": 24}
     usual |= {"model": tmp_path / "model", "data": ROWS, "runs_dir": tmp_path / "runs", "display": False}
     config = {"rollout.engine": "vllm", "data.max_prompt_tokens": 16, "reward.function": None}
