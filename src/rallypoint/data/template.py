@@ -48,6 +48,8 @@ class TemplateProbe:
     """Special token that follows what the assistant says; None if none does."""
     opened: str | None = None
     """Tag that the cue opens and leaves open, such as <think>: no response has it, each begins behind it."""
+    uncued: str = ""
+    """Text that it writes before each answer, and not where one is asked for: it has no generation prompt."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateProbe:
@@ -61,6 +63,8 @@ class TemplateProbe:
         tail = whole.rpartition(_PROBE)[2] if whole is not None and _PROBE in whole else ""
         ids = cast("list[int]", tokenizer.encode(tail, add_special_tokens=False)) if tail else []
         cue = "" if text is None or cued is None else _behind(text, cued)
+        before = _render(tokenizer, answered[:1]) if cued is not None and not cue else None
+        uncued = "" if before is None else _behind(before, (whole or "").partition(_PROBE)[0])
         marks = {str(tokenizer.convert_ids_to_tokens(token)) for token in special}
         vocabulary = tokenizer.get_vocab()
         found = re.finditer(r"<([A-Za-z]\w*)>", cue)
@@ -71,6 +75,7 @@ class TemplateProbe:
             ids=tuple(cast("list[int]", tokenizer.encode((whole or "") + (cued or ""), add_special_tokens=False))),
             end=next((token for token in ids if token in special), None),
             opened=opened[-1] if opened else None,
+            uncued=uncued if uncued.strip() else "",
         )
 
 

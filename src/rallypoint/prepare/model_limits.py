@@ -34,7 +34,13 @@ def read_models(config: RunConfig) -> tuple[PreTrainedTokenizerBase, tuple[int, 
             path, trust_remote_code=trust, changes=config.model.tokenizer, template=config.data.template
         )
         limits = RowLimits.of(model)
-        check_ids(path, TemplateProbe.of(tokenizer).ids, tokenizer, limits.num_ids)
+        probe = TemplateProbe.of(tokenizer)
+        check_ids(path, probe.ids, tokenizer, limits.num_ids)
+        if probe.uncued and "rollout" in config.roles:
+            raise ModelError(
+                f"{path}: the chat template writes {probe.uncued!r} before each answer, and nothing where one is asked "
+                "for: write it there too if add_generation_prompt is true, and give it as model.tokenizer.chat_template"
+            )
         stops = stop_tokens(path, tokenizer, limits.num_ids)
     own, policy = config.own_models, limits
     readers = [(folder, RowLimits.of(read_config(folder, trust), "the critic")) for folder in own.get("critic", ())]

@@ -213,6 +213,16 @@ def test_the_probe_finds_the_tag_that_a_cue_leaves_open():
     assert TemplateProbe.of(hidden).opened == "<think>", "also if text is decoded without it"
 
 
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3, ZEPHYR], ids=["qwen3", "llama3", "zephyr"])
+def test_the_probe_finds_that_a_template_has_no_generation_prompt(template):
+    tokenizer = make_chat_tokenizer(template)
+    assert TemplateProbe.of(tokenizer).uncued == ""
+    tokenizer.chat_template = template.partition("{%- if add_generation_prompt")[0]
+    assert "assistant" in TemplateProbe.of(tokenizer).uncued
+    needs_none = "{% for one in messages %}{{ '[INST]' if one.role == 'user' }}{{ one.content }} {% endfor %}"
+    assert TemplateProbe.of(tokenizer_with(needs_none)).uncued == ""
+
+
 @pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.WordPiece(cleanup=True)], ids=["fuse", "word pieces"])
 def test_text_is_decoded_as_it_was_sampled(tmp_path, decoder):
     words = {word: number for number, word in enumerate(("<eos>", "do", " n't", " .", "n't", "."))}

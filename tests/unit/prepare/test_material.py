@@ -78,6 +78,17 @@ def test_a_response_that_nothing_could_end_is_refused(folder):
         stop_tokens(folder, load_tokenizer(folder), 0)
 
 
+def test_a_template_that_has_no_generation_prompt_is_refused_where_answers_are_sampled(folder, tmp_path):
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().partition("{%- if add_generation_prompt")[0])
+    keys = [f"model.path={folder}", f"data.train={folder}/x"]
+    assert read_models(load_config("sft", keys).config)
+    with pytest.raises(
+        ModelError, match=r"writes '<assistant>' before each answer, and nothing where one is asked for"
+    ):
+        read_models(load_config("grpo", [*keys, "reward.function=exact"]).config)
+
+
 def limit_of(*overrides: str) -> int:
     rows = ("data.max_prompt_tokens=40", "rollout.max_response_tokens=25")
     return RowLimits(num_ids=20, max_positions=64).max_data_tokens(load_config("digits", [*rows, *overrides]).config)
