@@ -19,21 +19,24 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from rallypoint.disk import explain
+from rallypoint.disk import Listed, explain, take_lists
 from rallypoint.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT, _READ = 2, (1, 2)
+"""Format that is written, and those that are read: 1 had one digest a file."""
 _REMEDY = "the checkpoint is damaged"
 _NUM_READERS = 8
 """Files that are read at once: a digest waits for the disk, and is computed outside of Python's lock."""
+_BLOCK_BYTES = 1 << 22
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -157,7 +160,7 @@ def verify(checkpoint: Path, *, to_resume: bool = True) -> None:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         version, step = manifest["format"], manifest["step"]
-        files = {name: (entry["size"], entry["xxh3_128"]) for name, entry in manifest["files"].items()}
+        files = {name: (entry["size"], _expected(entry)) for name, entry in manifest["files"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{checkpoint}: it has no {MANIFEST}, so it is not whole: a checkpoint of ours never appears without one, "
@@ -165,7 +168,7 @@ def verify(checkpoint: Path, *, to_resume: bool = True) -> None:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} cannot be read ({error}); {_REMEDY}") from error
-    if version != _FORMAT:
+    if version not in _READ:
         raise CheckpointError(f"{checkpoint}: expected format {_FORMAT}, found {version}")
     named = _NAME.fullmatch(checkpoint.name)
     if named and int(named.group(1)) != step:
@@ -232,18 +235,38 @@ def best_of(scores: Mapping[int, float], steps: Iterable[int]) -> int:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    manifest = {"format": _FORMAT, "step": step, "files": digests(folder, besides=MANIFEST)}
+    listed = take_lists(folder)
+    files = {name: {"size": (folder / name).stat().st_size, "parts": parts} for name, parts in listed.items()}
+    files |= digests(folder, besides=(MANIFEST, *files))
+    manifest = {"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-Files = Mapping[str, tuple[int, str]]
-"""Path of a file in its folder -> size in bytes, and xxh3-128 in hex."""
+Files = Mapping[str, tuple[int, str | list[Listed]]]
+"""Path of a file in its folder -> size in bytes, and xxh3-128 in hex, of all of it or of parts that are all of it."""
+
+
+def _expected(entry: Mapping[str, Any]) -> str | list[Listed]:
+    """Return the digests of a file in a manifest.
+
+    Raises:
+        ValueError: its parts are not all of it.
+    """
+    if "parts" not in entry:
+        return entry["xxh3_128"]
+    parts: list[Listed] = [(int(a), int(b), int(c), int(d), str(e)) for a, b, c, d, e in entry["parts"]]
+    if sum(length * count for _, length, _, count, _ in parts) != entry["size"]:
+        raise ValueError("the parts of a file are not all of it")
+    return parts
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Return a digest of the weights in a checkpoint, from its manifest: files of weights, by name and content."""
+    """Return a digest of the weights in a checkpoint, from its manifest: files of weights, by name and content.
+
+    It is another one where ranks hold other parts of them.
+    """
     files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    weights = {name: entry["xxh3_128"] for name, entry in sorted(files.items()) if _is_weights(name)}
+    weights = {name: _expected(entry) for name, entry in sorted(files.items()) if _is_weights(name)}
     return xxhash.xxh3_64_hexdigest(json.dumps(weights).encode())
 
 
@@ -255,19 +278,50 @@ def digest(path: Path) -> str:
     """Return the xxh3-128 of a file in hex; it finds damage and edits, but is no signature."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(_BLOCK_BYTES):
             found.update(block)
     return found.hexdigest()
 
 
-def digests(folder: Path, *, besides: str) -> dict[str, dict[str, int | str]]:
+def is_as_listed(path: Path, parts: Sequence[Listed]) -> bool:
+    """Whether a file has the bytes that ranks took digests of while they wrote it; it is read once, in order.
+
+    Two ranks have written columns of a matrix: 0 1 | 2 3 / 4 5 | 6 7, after a header of 8 bytes. Their parts are
+    (8, 2, 4, 2) and (10, 2, 4, 2): runs of 2 bytes, 4 bytes apart, two of them.
+    """
+    waiting, active, place = sorted(parts, reverse=True), list[tuple[Listed, Any]](), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            view, end = memoryview(block), place + len(block)
+            while waiting and waiting[-1][0] < end:
+                active.append((waiting.pop(), xxhash.xxh3_128()))
+            for (start, length, stride, count, _), found in active:
+                for index in range(max(0, (place - start - length) // stride + 1) if stride else 0, count):
+                    begin = start + index * stride
+                    if begin >= end:
+                        break
+                    found.update(view[max(0, begin - place) : max(0, begin + length - place)])
+            if any(_ends(part) <= end and found.hexdigest() != part[-1] for part, found in active):
+                return False
+            active, place = [one for one in active if _ends(one[0]) > end], end
+    return not active and all(part[3] == 0 for part in waiting)
+
+
+def _ends(part: Listed) -> int:
+    start, length, stride, count, _ = part
+    return start + (count - 1) * stride + length
+
+
+def digests(folder: Path, *, besides: Collection[str]) -> dict[str, dict[str, int | str]]:
     """Return size and digest of every file below a folder, as a manifest lists them.
 
     Args:
         folder: to read.
-        besides: the file at its top to leave out: the manifest itself.
+        besides: paths in it to leave out: that of the manifest itself.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / besides)
+    paths = sorted(
+        path for path in folder.rglob("*") if path.is_file() and str(path.relative_to(folder)) not in besides
+    )
     with ThreadPoolExecutor(_NUM_READERS) as threads:
         found = zip(paths, threads.map(digest, paths), strict=True)
         return {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3_128": each} for path, each in found}
@@ -287,10 +341,14 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
         if size != expected_size:
             raise CheckpointError(f"{path}: expected {expected_size} bytes, found {size}; {remedy}")
     with ThreadPoolExecutor(_NUM_READERS) as threads:
-        found = threads.map(lambda name: digest(folder / name), files)
-        for (name, (_, expected)), each in zip(files.items(), found, strict=True):
-            if each != expected:
+        found = threads.map(lambda name: _is_same(folder / name, files[name][1]), files)
+        for name, is_same in zip(files, found, strict=True):
+            if not is_same:
                 raise CheckpointError(f"{folder / name}: its content has changed since it was saved; {remedy}")
+
+
+def _is_same(path: Path, expected: str | list[Listed]) -> bool:
+    return digest(path) == expected if isinstance(expected, str) else is_as_listed(path, expected)
 
 
 def sync(path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from safetensors import SafetensorError
 
@@ -79,6 +81,27 @@ def explain(path: str | os.PathLike[str], error: Exception, needed: int | None =
         f"{os.fspath(path)} cannot be written: {why} ({needs}{_size(_num_free(Path(path)))} are free); "
         "make room on its disk"
     )
+
+
+Listed: TypeAlias = tuple[int, int, int, int, str]
+"""Bytes of a file, and their digest: first byte, length of a run, bytes from one run to the next, runs; xxh3-128."""
+_LIST = re.compile(r"\.(?P<name>.+)\.(?P<writer>\w+)\.list")
+
+
+def write_list(path: Path, writer: str, parts: Sequence[Listed]) -> None:
+    """Write down beside a file what one of its writers has written, for the manifest of its folder."""
+    path.with_name(f".{path.name}.{writer}.list").write_text(json.dumps(parts))
+
+
+def take_lists(folder: Path) -> dict[str, list[Listed]]:
+    """Remove these lists from a folder, and return them joined, by the path of their file in it."""
+    found: dict[str, list[Listed]] = {}
+    for path in sorted(folder.rglob(".*.list")):
+        if name := _LIST.fullmatch(path.name):
+            parts = [tuple(each) for each in json.loads(path.read_text())]
+            found.setdefault(path.with_name(name["name"]).relative_to(folder).as_posix(), []).extend(parts)
+            path.unlink()
+    return {name: sorted(parts) for name, parts in found.items()}
 
 
 @contextlib.contextmanager

@@ -191,8 +191,24 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_a_copy_is_no
 def test_a_format_of_the_future_is_refused_by_its_number(tmp_path):
     checkpoint = write(tmp_path, 1)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CheckpointError, match="expected format 1, found 2"):
+    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(CheckpointError, match="expected format 2, found 3"):
+        verify(checkpoint)
+
+
+def test_a_checkpoint_of_the_first_format_which_had_one_digest_a_file_is_read(tmp_path):
+    checkpoint = write(tmp_path, 1)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "format": 1}))
+    verify(checkpoint)
+
+
+def test_parts_that_are_not_all_of_a_file_are_refused(tmp_path):
+    checkpoint = write(tmp_path, 1)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"]["config.json"] = {"size": 2, "parts": [[0, 1, 0, 1, "0"]]}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(the parts of a file are not all of it"):
         verify(checkpoint)
 
 

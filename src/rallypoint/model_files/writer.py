@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import itertools
 import json
 import math
 import os
@@ -19,10 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 
-from rallypoint.disk import explain
+from rallypoint.disk import Listed, explain, write_list
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files.locate import INDEX, SINGLE
 from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
@@ -56,6 +58,8 @@ class Writing:
 
     durable: bool = True
     """Whether they are flushed to the disk, to survive a power cut."""
+    is_listed: bool = False
+    """Whether each rank leaves a list of what it wrote, with digests, beside each file, for `checkpoint.writing`."""
     seen: Callable[[str, memoryview], None] | None = None
     """Function called on rank 0 with the name of each tensor and its bytes, in consecutive pieces.
 
@@ -202,7 +206,7 @@ def _write(
     after: Callable[[], None] = lambda: None,
 ) -> None:
     """Write tensors, in any order, into files that appear once all of them are complete."""
-    partial = {path: path.with_name(f".{path.name}.partial") for path in files}
+    partial = {path: _partial(path) for path in files}
     headers = {path: _header(specs) for path, specs in files.items()}
 
     def begin() -> int:
@@ -214,15 +218,21 @@ def _write(
             with partial[path].open("wb") as file:
                 file.write(header.text)
                 file.truncate(header.num_bytes)
+            if how.is_listed:
+                digest = xxhash.xxh3_128_hexdigest(header.text)
+                write_list(path, "header", [(0, len(header.text), 0, 1, digest)])
         return 0
 
     def fill() -> int:
         try:
-            return _fill({partial[path]: (headers[path], specs) for path, specs in files.items()}, puts, how)
+            written, listed = _fill({path: (headers[path], specs) for path, specs in files.items()}, puts, how)
+            for path, parts in listed.items() if how.is_listed else ():
+                write_list(path, str(mesh.rank), parts)
         except OSError:
             for _ in puts:  # receive what the other ranks still send
                 pass
             raise
+        return written
 
     def end() -> int:
         for path in files:
@@ -241,31 +251,42 @@ def _write(
         _together(mesh, end if mesh.rank == 0 else _nothing)
 
 
-def _fill(files: Mapping[Path, tuple[_Header, Mapping[str, Spec]]], puts: Iterable[_Put], how: Writing) -> int:
-    """Write into existing files; return the number of bytes."""
+def _fill(
+    files: Mapping[Path, tuple[_Header, Mapping[str, Spec]]], puts: Iterable[_Put], how: Writing
+) -> tuple[int, dict[Path, list[Listed]]]:
+    """Write into existing partial files; return the number of bytes, and of each file what was written, if wanted."""
     path_of = {name: path for path, (_, specs) in files.items() for name in specs}
-    written = 0
+    written, listed = 0, dict[Path, list[Listed]]()
     with contextlib.ExitStack() as cleanup:
         descriptors: dict[Path, int] = {}
         for put in puts:
             path = path_of[put.name]
             if path not in descriptors:
-                descriptors[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                descriptors[path] = os.open(_partial(path), os.O_WRONLY | os.O_CLOEXEC)
                 cleanup.callback(os.close, descriptors[path])
             header, specs = files[path]
-            written += _put(descriptors[path], header.starts[put.name], specs[put.name], put, how)
+            start, spec = header.starts[put.name], specs[put.name]
+            for part in put.part.evenly():
+                piece = _Put(put.name, part, put.values[part.within(put.part)])
+                entry = _put(descriptors[path], start, spec, piece, how)
+                del piece
+                listed.setdefault(path, []).append(entry)
+                written += entry[1] * entry[3]
             del put  # before the next one is gathered
         for descriptor in descriptors.values():
             if how.durable:
                 os.fsync(descriptor)
-    return written
+    return written, listed
 
 
-def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> int:
-    """Convert a part, copy it from its device and write it, piece by piece; return the number of bytes."""
+def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> Listed:
+    """Convert a part, copy it from its device and write it, piece by piece; return what was written.
+
+    Digests are of the bytes in memory, and nothing is read back, so that a disk that keeps others is found out.
+    """
     assert math.prod(put.part.shape) == math.prod(spec.shape), f"{put.name}: {put.part} of {spec}"
     assert tuple(put.values.shape) == put.part.sizes, f"{put.name}: {put.values.shape} for {put.part}"
-    size = spec.dtype.itemsize
+    size, digest = spec.dtype.itemsize, xxhash.xxh3_128()
     for cut in rectangles_of(put.part, CHUNK_BYTES // size):
         piece = put.values[cut.within(put.part)].detach().to(spec.dtype).cpu()
         data = piece.reshape(-1).view(torch.uint8).numpy().data
@@ -273,9 +294,15 @@ def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> in
         for first, count in cut.runs():
             _put_bytes(descriptor, data[done : done + count * size], start + first * size)
             done += count * size
+        if how.is_listed:
+            digest.update(data)
         if how.seen is not None:
             how.seen(put.name, data)
-    return put.part.num_elements * size
+    runs = itertools.islice(put.part.runs(), 2)
+    firsts, (length, *_) = zip(*runs, strict=True) if put.part.num_elements else ((0,), (0,))
+    stride = firsts[1] - firsts[0] if len(firsts) > 1 else 0
+    count = put.part.num_elements // length if length else 0
+    return start + firsts[0] * size, length * size, stride * size, count, digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -311,6 +338,10 @@ def _put_bytes(descriptor: int, data: memoryview, start: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], start + done)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _nothing() -> int:

@@ -131,6 +131,22 @@ class Part:
         for index in itertools.product(*map(range, self.sizes[:cut])):
             yield begin + sum(map(operator.mul, index, strides)), count
 
+    def evenly(self) -> Iterator[Part]:
+        """Cut it so that the runs of each part are equally far apart; mostly they are, and it is one part.
+
+        >>> [part.starts for part in Part((2, 4, 4), (0, 1, 0), (2, 2, 4)).evenly()]
+        [(0, 1, 0)]
+        >>> [part.starts for part in Part((2, 4, 4), (0, 1, 0), (2, 2, 2)).evenly()]
+        [(0, 1, 0), (1, 1, 0)]
+        """
+        cut = max((dim for dim, size in enumerate(self.sizes) if size < self.shape[dim]), default=0)
+        first = next((dim for dim, size in enumerate(self.sizes) if size > 1), cut)
+        if self.sizes[first + 1 : cut] == self.shape[first + 1 : cut]:
+            yield self
+            return
+        for index in range(self.sizes[first]):
+            yield from self.narrow(first, index, 1).evenly()
+
     @property
     def num_elements(self) -> int:
         """Number of elements that the rank holds."""

@@ -84,7 +84,7 @@ def _made(run: RunFolder, folder: Path, made_from: Mapping[str, Any], fill: Call
     with naming(folder):
         shutil.rmtree(partial, ignore_errors=True)
         fill(partial)
-        listed = {"made_from": dict(made_from), "files": checkpoint.digests(partial, besides=MADE_LIST)}
+        listed = {"made_from": dict(made_from), "files": checkpoint.digests(partial, besides=(MADE_LIST,))}
         (partial / MADE_LIST).write_text(json.dumps(listed, indent=1), encoding="utf-8")
         checkpoint.sync_below(partial)
         shutil.rmtree(folder, ignore_errors=True)

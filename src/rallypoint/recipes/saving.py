@@ -188,8 +188,8 @@ class Saver:
     async def save(self, step: int) -> None:
         """Write a checkpoint; `finish` returns once it is whole, and so visible.
 
-        What the roles have written is in memory then. Digests, the flush to the disk and the removal of older
-        checkpoints overlap with the steps that follow.
+        What the roles have written is in memory then, and digests of it were taken. The flush to the disk and the
+        removal of older checkpoints overlap with the steps that follow.
 
         Raises:
             CheckpointError: the disk is full or not writable, for this one or the one before; nothing partial stays.

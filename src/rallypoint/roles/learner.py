@@ -157,14 +157,14 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         assert self.engine.optimizer is not None, "a learner always has one"
         state = optimizer_tensors(self.engine.weights, self.engine.optimizer)
         parts = {name: self._part(name, lambda part: part.sizes, tensor.shape) for name, tensor in state.items()}
-        how = Writing(durable=durable)
+        how = Writing(durable=durable, is_listed=True)
         with self.engine.shard.mesh.abandoned_on_error():
             _check_finite(state | {name: each for name, each in self.engine.weights.items() if each.requires_grad})
             try:
                 if self.config.model.lora is None:
                     save_model(self.engine.shard, model_folder, how=how)
                 else:
-                    save_adapter(self.engine.shard, model_folder, base=self._path)
+                    save_adapter(self.engine.shard, model_folder, base=self._path, how=how)
                 save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
             except CheckpointError as error:
                 return str(error)

@@ -2,16 +2,21 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from full_disks import files_end_at
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rallypoint import checkpoint
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files import Writing, load_policy, save_model, save_tensors
 from rallypoint.models import Part
@@ -169,6 +174,72 @@ def test_ranks_write_the_file_that_one_would_byte_for_byte(on_mesh, tmp_path, si
     if seen:
         for name, tensor in whole.items():
             assert told[name] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+READ = list[str]()
+"""Files that were opened for reading, while it is wanted."""
+
+
+@pytest.fixture
+def opened_to_read():
+    def note(event, details):
+        if watched and event == "open" and isinstance(details[0], str) and (details[2] or 0) & 3 == os.O_RDONLY:
+            READ.append(Path(details[0]).name)
+
+    watched = [True]
+    READ.clear()
+    sys.addaudithook(note)  # which stays, and then does nothing
+    yield READ
+    watched.clear()
+
+
+@pytest.mark.parametrize("sizes", [{}, *MESHES], ids=str)
+def test_digests_are_taken_while_ranks_write_and_any_changed_byte_is_found(on_mesh, tmp_path, sizes, opened_to_read):
+    how, save = Writing(is_listed=True), functools.partial(save_cut, whole=make_whole(3))
+    with checkpoint.writing(tmp_path, 1, durable=False) as folder:
+        if sizes:
+            on_mesh(lambda mesh: save(folder / "file", mesh=mesh, how=how), **sizes)
+        else:
+            save(folder / "file", mesh=SOLO, how=how)
+        (folder / "state.json").write_text("{}")
+    assert "file" not in opened_to_read, "no byte of it is read back"
+    assert "state.json" in opened_to_read
+    saved = tmp_path / "step_000001"
+    assert sorted(path.name for path in saved.iterdir()) == ["file", "manifest.json", "state.json"]
+    content = (saved / "file").read_bytes()
+    listed = json.loads((saved / "manifest.json").read_text())["files"]["file"]["parts"]
+    of_file = [
+        b"".join(content[start + at * stride :][:length] for at in range(count))
+        for start, length, stride, count, _ in listed
+    ]
+    assert [xxhash.xxh3_128_hexdigest(each) for each in of_file] == [part[-1] for part in listed]
+    assert sum(map(len, of_file)) == len(content)
+    checkpoint.verify(saved)
+    for place in {*range(0, len(content), 11), len(content) - 1}:
+        (saved / "file").write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(CheckpointError, match="file: its content has changed"):
+            checkpoint.verify(saved)
+
+
+def test_parts_whose_runs_are_not_equally_far_apart_are_cut_until_they_are():
+    part = Part((3, 4, 5, 2), (0, 1, 1, 0), (3, 2, 3, 1))
+    assert [run for each in part.evenly() for run in each.runs()] == list(part.runs())
+    for each in part.evenly():
+        firsts = [first for first, _ in each.runs()]
+        assert len({after - before for before, after in itertools.pairwise(firsts)}) == 1
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+def test_parts_are_compared_in_blocks_of_any_size(on_mesh, tmp_path, monkeypatch, block):
+    with checkpoint.writing(tmp_path, 1, durable=False) as folder:
+        on_mesh(lambda mesh: save_cut(folder / "file", make_whole(), mesh, Writing(is_listed=True)), dp_shard=2, tp=2)
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", block)
+    checkpoint.verify(tmp_path / "step_000001")
+    content = bytearray((tmp_path / "step_000001" / "file").read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "step_000001" / "file").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        checkpoint.verify(tmp_path / "step_000001")
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
