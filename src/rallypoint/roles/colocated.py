@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -148,17 +148,9 @@ class MemoryLease:
             return
         path = next(path for path in _names(self._profile, doing) if not path.exists())
         try:
-            if self._device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
-            with torch.profiler.profile(record_shapes=True) as recorded:
+            with recorded(path, torch.cuda.memory if self._device.type == "cuda" else None):
                 yield
-            path.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(path))
-            if self._device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".memory.pickle")))
         finally:
-            if self._device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)
             _PROFILING.release()
 
     def _add(self, doing: str, began_s: float, ended_s: float) -> None:
@@ -203,6 +195,31 @@ class LeaseHolder:
         """Return the peak memory, and what the role did, since this was last asked."""
         self.lease.profile(None)
         return self.memory(), self.lease.work()
+
+
+class Allocations(Protocol):
+    """What records the allocations of a device: `torch.cuda.memory`, whose functions for it are private."""
+
+    def _record_memory_history(self, enabled: Literal["all"] | None = "all", *, max_entries: int = 0) -> None: ...
+
+    def _dump_snapshot(self, filename: str) -> None: ...
+
+
+@contextlib.contextmanager
+def recorded(path: Path, allocations: Allocations | None) -> Iterator[None]:
+    """Record a block with torch's profiler into a file, and what it allocates into another beside it."""
+    if allocations is not None:
+        allocations._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+    try:
+        with torch.profiler.profile(record_shapes=True) as found:
+            yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(path))
+        if allocations is not None:
+            allocations._dump_snapshot(str(path.with_suffix(".memory.pickle")))
+    finally:
+        if allocations is not None:
+            allocations._record_memory_history(enabled=None)
 
 
 def _names(below: Path, doing: str) -> Iterator[Path]:
