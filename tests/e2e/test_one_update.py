@@ -8,6 +8,7 @@ from tiny_runs import Runs
 
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.ending import summarise
+from rallypoint.run.rollouts import read_rollouts
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 ONE_UPDATE = ("actor.num_mini_batches=1", "model.dtype=bfloat16")
@@ -44,19 +45,32 @@ def test_a_resumed_run_judges_again_and_ends_with_the_same_weights(runs, weights
     assert sum("actor/ratio_error" in record for record in steps_of(resumed)) == 4
 
 
+def entropies_of(run):
+    """Return the entropies of the tokens that a step's rollouts sampled, step by step."""
+    found = []
+    for step in range(1, 5):
+        rows = read_rollouts(run.path, step)
+        tokens = [zip(row["entropies"], row["loss_mask"], strict=True) for row in rows]
+        found.append([entropy for row in tokens for entropy, is_sampled in row if is_sampled])
+    return found
+
+
 ALIKE = (INLINE[0], "actor.num_mini_batches=1", "recipe=grpo", "model.create.num_key_value_heads=2")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The steps of one rank."""
-    return steps_of(Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE[1], *ALIKE))
+    """The steps of one rank, and the entropies that it computed."""
+    run = Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE[1], *ALIKE)
+    return steps_of(run), entropies_of(run)
 
 
 @pytest.mark.parametrize("mesh", [(), ("actor.mesh.sp=2",), ("actor.mesh.tp=2",)], ids=["dp", "sp", "tp"])
 def test_ranks_compare_their_rows_together(runs, alone, mesh):
-    together = steps_of(runs.run("together", "cluster.pools={main: [2]}", *mesh, *ALIKE))
-    for one, two in zip(alone, together, strict=True):
+    run, (of_one, expected) = runs.run("together", "cluster.pools={main: [2]}", *mesh, *ALIKE), alone
+    for one, two, entropies, same in zip(of_one, steps_of(run), entropies_of(run), expected, strict=True):
+        assert entropies == pytest.approx(same, abs=1e-5)
+        assert two["actor/entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
         assert two["kl/reference_mean"] == pytest.approx(one["kl/reference_mean"], abs=1e-6)
         assert 0 < two["rollout/logprob_gap_mean"] <= two["rollout/logprob_gap_max"] < 1e-5
         assert ("actor/ratio_error" in two) == ("actor/ratio_error" in one)

@@ -3,8 +3,7 @@
 `hot`: a learning rate ten times too high from step 60; `straggler`: rank 2 samples four times as long; `empty`: a
 reward that pays the empty answer; `impossible`: every other prompt is never solved; `agent`: a tool answers in the
 middle, and a correction masks tokens; `broken`: in each step one sample has no score, one is truncated, and a group was
-replaced; `sound`: none of these. As in real runs of this config, a step has logprobs of the trainer only where both
-passes are compared.
+replaced; `sound`: none of these.
 """
 
 import dataclasses
@@ -260,8 +259,11 @@ def _rollouts(step, fault, shape, answers, scores):
     advantages = (by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-6)
     each = advantages.flatten().repeat_interleave(lengths) * mask
     drift = (0.3 if fault.hot else 0.01) * torch.randn(len(flat)) * mask
-    is_compared = step <= 2 or step % 32 == 1  # see `Actor.old_logprobs`
-    old = {"rollout_logprobs": sampled, "old_logprobs": sampled + drift if is_compared else None}
+    entropies = (0.01 if fault.kind == "empty" and step > 30 else 0.8) * 2 * torch.rand(len(flat)) * mask
+    old = {"rollout_logprobs": sampled, "old_logprobs": sampled + drift, "entropies": entropies}
+    if fault.kind in ("broken", "impossible"):  # the update passes over the others alone, see `Actor.update`
+        idle = ~advantages.flatten().bool().repeat_interleave(lengths)
+        old |= {name: old[name].masked_fill(idle, torch.nan) for name in ("old_logprobs", "entropies")}
     learned = ActorBatch(**fields, **old, reference_logprobs=None, advantages=each)
     rewards = torch.zeros(len(flat)).index_add(0, offsets[1:] - 1, torch.tensor(scores))
     kept, failures, replaced = list(range(size)), [], frozenset()

@@ -45,10 +45,8 @@ def rollout(run: Snapshot, step: int, place: int, kind: Kind = "step") -> JSON:
     row: JSON = table.slice(place % ROWS_PER_GROUP, 1).to_pylist(maps_as_pydicts="strict")[0]
     ids = (row["response_ids"] or [])[:MOST_TEXT]
     size = len(ids)
-    old, sampled = row["old_logprobs"], row["rollout_logprobs"]
+    old, sampled = _known(row["old_logprobs"]), row["rollout_logprobs"]
     gaps = [a - b for a, b in zip(old, sampled, strict=True)] if old is not None and sampled is not None else None
-    if gaps is not None and not any(map(math.isfinite, gaps)):
-        gaps = None
     why, reasons = _why_not_trained(run, row, step, kind)
     is_known = gaps is not None or run.config is None or not run.config.correction
     note = "" if is_known else "what corrections masked is not known: this step has no logprobs of the trainer"
@@ -71,9 +69,16 @@ def rollout(run: Snapshot, step: int, place: int, kind: Kind = "step") -> JSON:
         "ratio": _rounded(None if gaps is None else [math.exp(max(-20.0, min(gap, 20.0))) for gap in gaps], size),
         "surprise": _rounded(None if sampled is None else [-one for one in sampled], size),
         "difference": _rounded(None if gaps is None else [abs(gap) for gap in gaps], size),
+        "entropy": _rounded(_known(row.get("entropies")), size),
+        "unrecorded": _left_out(run, row, step, kind) or "the version of rallypoint that trained here wrote none",
         "versions": (row.get("token_versions") or [])[:size],
         "num_tokens": len(row["response_ids"] or []),
     }
+
+
+def _known(values: Sequence[float] | None) -> Sequence[float] | None:
+    """Return numbers of tokens, or None if nothing computed them."""
+    return values if values is not None and any(map(math.isfinite, values)) else None
 
 
 def _rounded(values: Sequence[float] | None, size: int) -> list[float] | None:
@@ -92,18 +97,22 @@ def _shown_turns(turns: Sequence[JSON] | None) -> list[JSON]:
     ]
 
 
+def _left_out(run: Snapshot, row: JSON, step: int, kind: Kind) -> str | None:
+    """Return why nothing was learned from a whole rollout."""
+    if kind == "validation":
+        return "validation: nothing is learned from it"
+    if row["failure"] is not None:
+        return f"left out: {row['failure']}"
+    if run.config is not None and step <= run.config.num_frozen_steps:
+        return "the critic warms up: the policy does not learn yet"
+    return row.get("untrained")
+
+
 def _why_not_trained(run: Snapshot, row: JSON, step: int, kind: Kind) -> tuple[list[int], list[str]]:
     """Return for each token of a response the place of a reason in a list, 0 for one that is trained, and the list."""
     mask = [bool(value) for value in row["loss_mask"] or ()]
     reasons = ["trained", "context: the episode or the template put it there"]
-    whole = row.get("untrained")
-    if kind == "validation":
-        whole = "validation: nothing is learned from it"
-    elif row["failure"] is not None:
-        whole = f"left out: {row['failure']}"
-    elif run.config is not None and step <= run.config.num_frozen_steps:
-        whole = "the critic warms up: the policy does not learn yet"
-    if whole:
+    if whole := _left_out(run, row, step, kind):
         return [2 if sampled else 1 for sampled in mask], [*reasons, whole]
     why = [0 if sampled else 1 for sampled in mask]
     for name, dropped in _dropped(run, row, mask):

@@ -137,9 +137,8 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def forward(self, rows: Sequences, at: Tensor) -> TokenOutputs:
         """Return logprobs and entropies at the temperature of the rollouts."""
-        top_k_tokens = rows.top_tokens if isinstance(rows, DistilledBatch) else None
-        top_k_tokens = None if top_k_tokens is None else top_k_tokens[at]
-        return policy_outputs(self.engine.shard, rows, at, self.config.temperature, top_k_tokens)
+        others = rows.top_tokens[at] if isinstance(rows, DistilledBatch) and rows.top_tokens is not None else None
+        return policy_outputs(self.engine.shard, rows, at, self.config.temperature, others)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
         """In the first pass over rollouts, compare its logprobs with the judging pass's; without one, the sampler's."""
@@ -239,6 +238,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             )
         computed = batches.only(self._learns)
         metrics = await self._group.call(ActorWorker.train, computed, step)
+        if isinstance(batch, ActorBatch):
+            self.learned = batch.passed(await self._group.call(ActorWorker.first_pass))
         check_gap(metrics, self._config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
@@ -258,8 +259,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     def _counted(self, batches: MiniBatches[BatchT], computed: MiniBatches[BatchT], metrics: Metrics) -> Metrics:
         """Return how much was learned from, and what gives the losses the denominator of all rows, computed or not."""
-        num_tokens = sum(part.num_loss_tokens for part in batches.parts)
-        counted: dict[str, Metric] = {"num_tokens": Sum(num_tokens)}
+        counted: dict[str, Metric] = {"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))}
         weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
         if weighed and not isinstance(self._loss, DistillationLoss):  # a teacher asks for no advantages
             learns = [rows_that_learn(p.advantages, p.loss_mask, p.offsets) for p in weighed]

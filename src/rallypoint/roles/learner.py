@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rallypoint.algorithms import Denominator, LossFunction, LossInputs
-from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
+from rallypoint.algorithms import Denominator, LossFunction, LossInputs, TokenOutputs
+from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
 from rallypoint.errors import CheckpointError, NotFiniteError, PeerFailedError
@@ -38,7 +38,7 @@ from rallypoint.prepare.plan import attention_cost
 from rallypoint.roles.colocated import LeaseHolder, with_lease
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.types import Maximum, Mean, Metrics, Sequences, merge
+from rallypoint.types import ActorBatch, FirstPass, Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 OutputsT = TypeVar("OutputsT")
@@ -64,6 +64,8 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         loss: LossFunction[BatchT, OutputsT],
     ) -> None:
         self.context, self.config, self._path, self._loss = context, spec.config, path, loss
+        self._passes: list[tuple[Tensor, Tensor]] = []
+        """Places [N] of tokens, and their logprobs and entropies [2, N], by micro-batches of the newest first pass."""
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
         self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
@@ -90,6 +92,8 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Return the loss of the rows of a micro-batch, and what to watch."""
         inputs = LossInputs(rows, at, functools.partial(sent, device=self.engine.model.device), is_on_policy)
         outputs = self.forward(rows, at)
+        if isinstance(rows, ActorBatch) and rows.places is not None and isinstance(outputs, TokenOutputs):
+            self._passes.append((rows.places[at], torch.stack([outputs.logprobs, outputs.entropy]).detach()))
         total, metrics = self._loss(outputs, inputs)
         return total, merge(metrics, self.check(outputs, inputs))
 
@@ -102,6 +106,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             Metrics, with `not_finite` if an optimizer step was left out: the weights stayed as they were.
         """
         began = time.perf_counter()
+        self._passes.clear()
         measured = [self._train_on(batches, index, step) for index in range(len(batches.parts))]
         self.weights_changed()
         seconds = time.perf_counter() - began
@@ -111,6 +116,14 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
         measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
         return merge(*measured)
+
+    @collect
+    def first_pass(self) -> FirstPass:
+        """Return what the newest update's first pass computed; of ranks with the same rows one has it."""
+        passes = self._passes if self.context.rank in self.context.mesh.leaders else []
+        places = torch.cat([torch.empty(0, dtype=torch.int64), *(at for at, _ in passes)])
+        found = torch.cat([torch.empty(2, 0), *(values.cpu().float() for _, values in passes)], 1)
+        return FirstPass(offsets=torch.tensor([0, len(places)]), places=places, logprobs=found[0], entropies=found[1])
 
     def _train_on(self, batches: MiniBatches[BatchT], index: int, step: int) -> Metrics:
         """Take the optimizer step of a mini-batch, or leave it out."""
@@ -276,12 +289,16 @@ class MiniBatches(Generic[BatchT]):
     ) -> MiniBatches[BatchT]:
         """Take every row once an epoch, prompt by prompt, in an order that only depends on seed and step."""
         parts: list[BatchT] = []
+        rows = batch
+        if isinstance(batch, ActorBatch):  # what the first epoch computes of it is kept
+            rows = dataclasses.replace(batch, places=torch.arange(batch.num_tokens))
         prompts, prompt_of_row = batch.prompt_index.unique(return_inverse=True)
         for epoch in range(learner.num_epochs):
             generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 131 + epoch)
             # Rows of a prompt stay together: the prompt is computed once for all of them.
             order = torch.randperm(len(prompts), generator=generator)[prompt_of_row].argsort(stable=True)
-            parts += [part for part in batch.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
+            parts += [part for part in rows.rows(order).split(learner.num_mini_batches) if part.num_loss_tokens]
+            rows = batch
         return cls(tuple(parts), tuple(map(denominator, parts)), attention_cost)
 
     def only(self, learns: Callable[[BatchT], Tensor]) -> MiniBatches[BatchT]:

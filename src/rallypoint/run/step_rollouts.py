@@ -109,7 +109,7 @@ class StepRollouts:
     @property
     def num_bytes(self) -> int:
         """Bytes of the fields that grow with tokens, about."""
-        return self.rows.num_tokens * 48 + 2 * sum(map(len, self.texts))
+        return self.rows.num_tokens * 56 + 2 * sum(map(len, self.texts))
 
     def table(self, step: int) -> pa.Table:
         """Return a row for each rollout, with the columns of docs/tracking.md."""
@@ -161,7 +161,7 @@ class StepRollouts:
         learned = self.learned if isinstance(self.learned, ActorBatch) else None
         at = {pair: place for place, pair in enumerate(_pairs(learned))} if learned is not None else {}
         where = pa.array([at.get(pair) for pair in _pairs(rows)], pa.int64())
-        for name in ("old_logprobs", "advantages"):
+        for name in ("old_logprobs", "entropies", "advantages"):
             values = None if learned is None else getattr(learned, name)
             columns[name] = _lists(values, rows if learned is None else learned, floats).take(where)
         return pa.table(columns)

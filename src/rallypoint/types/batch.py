@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self, cast
 
@@ -269,6 +270,31 @@ class ActorBatch(Sequences):
     """[T] bool: True at tokens that the policy loss has selected to treat in another way; None if none."""
     kl_coef: float | None = None
     """Coefficient of the KL in the loss in this step; None is that of the loss."""
+    places: Tensor | None = per_token(optional=True)
+    """[T] int64: place of each token in the batch of the step, where a pass keeps what it computed; None elsewhere."""
+    entropies: Tensor | None = per_token(optional=True)
+    """[T] float32: entropy, in nats, of the distribution that each token was drawn from, in the update's first pass;
+    NaN in rows that it left out. None before the update."""
+
+    def passed(self, ranks: Sequence[FirstPass]) -> Self:
+        """Return the batch with what the update's first pass computed, also as old_logprobs if it has none."""
+        found = torch.where(self.loss_mask, math.nan, 0.0).repeat(2, 1)
+        for rank in ranks:
+            found[:, rank.places] = torch.stack([rank.logprobs, rank.entropies])
+        old = found[0] if self.old_logprobs is None else self.old_logprobs
+        return dataclasses.replace(self, old_logprobs=old, entropies=found[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FirstPass(Carrier):
+    """What a rank computed in its first pass over the trained tokens of an update: a row of T tokens in any order."""
+
+    places: Tensor = per_token()
+    """[T] int64, see `ActorBatch`."""
+    logprobs: Tensor = per_token()
+    """[T] float32: logprobs by the policy that the optimizer step over the token begins with."""
+    entropies: Tensor = per_token()
+    """[T] float32, in nats: entropy of the distribution of that policy that the token was drawn from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,6 +6,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from planted_runs import HOSTILE, HOT_FROM, SLOW_RANK, TRACEBACK, planted_run
 from starlette.testclient import TestClient
@@ -136,14 +138,33 @@ def test_a_row_without_advantage_that_the_kl_trains_says_so(planted):
     assert "no signal" in same["tags"]
 
 
-def test_a_step_without_the_trainers_logprobs_says_that_they_are_not_there(planted):
-    run = planted["agent"]
+def test_a_file_of_a_version_that_did_not_keep_what_the_update_computed_says_so(tmp_path):
+    path = planted_run(tmp_path, "agent", num_steps=3, last="finished", **SHAPE)
+    file = path / "rollouts/step_000003.parquet"
+    table = pq.read_table(file).drop_columns("entropies")
+    nothing = pa.nulls(len(table), table.schema.field("old_logprobs").type)
+    place = table.column_names.index("old_logprobs")
+    pq.write_table(table.set_column(place, "old_logprobs", nothing), file)
+    run = RunReader(path)
     row = asked(run, "rollouts", step=3, only="trained")["rows"][0]
     assert row["gap"] is None
     one = asked(run, "rollout", step=3, place=row["place"])
-    assert one["ratio"] is one["difference"] is None
+    assert one["ratio"] is one["difference"] is one["entropy"] is None
+    assert one["surprise"] is not None
+    assert one["unrecorded"] == "the version of rallypoint that trained here wrote none"
     assert "what corrections masked is not known" in one["note"]
     assert asked(run, "rollouts", step=2, sort="-gap")["rows"][0]["gap"] > 0
+
+
+def test_the_entropy_of_each_token_is_that_of_the_file_and_what_the_update_left_out_says_why(planted):
+    run = planted["sound"]
+    stored = pq.read_table(run.folder.path / "rollouts/step_000002.parquet").column("entropies").to_pylist()
+    for place in (0, 5):
+        assert asked(run, "rollout", step=2, place=place)["entropy"] == pytest.approx(stored[place], rel=1e-4)
+    lost = asked(planted["impossible"], "rollouts", step=3, only="no signal")["rows"][0]
+    one = asked(planted["impossible"], "rollout", step=3, place=lost["place"])
+    assert one["entropy"] is one["ratio"] is None
+    assert one["unrecorded"] == "group without signal: its rollouts earned the same"
 
 
 def test_what_a_tool_said_and_what_a_correction_masks_is_not_trained_and_says_so(planted):

@@ -12,9 +12,11 @@ import pytest
 import torch
 from full_disks import files_end_at
 from tiny_models import make_tiny_model
+from transformers import AutoModelForCausalLM
 
 from rallypoint.algorithms.estimators import GRPO
 from rallypoint.cluster import Mesh, WorkerContext, WorkerGroup
+from rallypoint.cluster.dispatch import rule_of
 from rallypoint.config import ActorConfig, LoRAConfig, load_config
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import Request, SamplingParams, as_turn
@@ -296,7 +298,7 @@ class OneWorker:
 
     async def call(self, method, *arguments):
         self.calls.append(method.__name__)
-        return method(self.worker, *arguments)
+        return rule_of(method).join([method(self.worker, *arguments)])
 
     async def kept(self, work):
         return await work()
@@ -404,6 +406,35 @@ def test_a_batch_for_several_updates_that_nobody_judged_is_refused_before_the_fi
     with pytest.raises(ValueError, match="3 optimizer steps needs old_logprobs"):
         asyncio.run(actor.update(dataclasses.replace(judged(worker), old_logprobs=None), 1))
     assert cast("OneWorker", actor._group).calls == []
+
+
+@pytest.mark.parametrize(("epochs", "is_judged"), [(1, False), (1, True), (3, True)])
+def test_an_update_tells_the_entropy_of_each_token_by_the_policy_that_it_began_with(worker, spec, epochs, is_judged):
+    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float64)
+    actor, batch = one_update_actor(worker, f"actor.num_epochs={epochs}"), judged(worker)
+    expected = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for start, end in itertools.pairwise(batch.offsets.tolist()):
+        with torch.no_grad():
+            logits = model(batch.tokens[None, start:end]).logits[0]
+        shares = (logits / worker.config.temperature).softmax(-1)
+        expected[start + 1 : end] = -(shares * shares.log()).sum(-1)[:-1]
+    asyncio.run(actor.update(batch if is_judged else dataclasses.replace(batch, old_logprobs=None), 1))
+    learned = actor.learned
+    assert learned is not None
+    assert learned.entropies is not None
+    torch.testing.assert_close(learned.entropies.double(), expected * batch.loss_mask, atol=1e-5, rtol=0)
+    assert torch.equal(learned.old_logprobs, batch.old_logprobs)
+
+
+def test_what_the_update_leaves_out_has_no_entropy(context, spec):
+    config = alone_in_a_micro_batch("actor.num_mini_batches=1")
+    worker = ActorWorker(context, dataclasses.replace(spec, config=config), actor_loss_of(config))
+    batch, actor = four_rows(worker, [1.0, 0.0, 0.0, -1.0]), actor_of(config, worker, actor_loss_of(config))
+    asyncio.run(actor.update(dataclasses.replace(batch, old_logprobs=None), 1))
+    assert actor.learned is not None
+    for found in (actor.learned.entropies, actor.learned.old_logprobs):
+        known = {int(row) for row in batch.row_of_token[found.isfinite() & batch.loss_mask]}
+        assert known == {0, 3}
 
 
 def test_rollouts_of_another_policy_are_refused_in_a_batch_that_nobody_judged_and_the_worst_token_is_named(worker):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rallypoint.algorithms import DistillationLoss
 from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.cluster import Mesh, WorkerContext
+from rallypoint.cluster.dispatch import rule_of
 from rallypoint.config import load_config
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
@@ -58,7 +59,7 @@ class OneRank:
         self.worker, self.mesh = worker, worker.context.mesh
 
     async def call(self, method, *arguments):
-        return method(self.worker, *arguments)
+        return rule_of(method).join([method(self.worker, *arguments)])
 
 
 @pytest.fixture

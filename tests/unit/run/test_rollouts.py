@@ -69,6 +69,7 @@ def step_rollouts(*, learned: bool = True, examples=None, texts=("4", "5", "\udc
         old_logprobs=None,
         reference_logprobs=None,
         advantages=torch.tensor([0, 0, -0.5, 0, 0, 0.5, 0.75]),
+        entropies=torch.tensor([0, 0, 0.5, 0, 0, 0.25, 1.5]),
     )
     return StepRollouts(rows, scored, examples or [example()] * 3, texts, batch if learned else None)
 
@@ -115,6 +116,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "turn_states": None,
         "token_rewards": [0.0, 1.0],
         "old_logprobs": None,
+        "entropies": [0.25, 1.5],
         "advantages": [0.5, 0.75],
     }
     assert (second["response_ids"], second["loss_mask"]) == ([7, 8, 9, 4], [True, False, False, True])

@@ -83,13 +83,29 @@ const nearest = (steps, step) => {
   return best;
 };
 
+/** Return lines with a running mean of each before them: every value counts `weight` of the one after it. */
+export function smoothed(lines, weight) {
+  if (!weight) return lines;
+  const mean = (values) => {
+    let [sum, total] = [0, 0];
+    return values.map((value) => {
+      if (!Number.isFinite(value)) return null;
+      [sum, total] = [weight * sum + value, weight * total + 1];
+      return sum / total;
+    });
+  };
+  const curves = lines.filter((line) => !line.points && !line.hidden);
+  return [...lines.map((line) => ({ ...line, faint: curves.includes(line) })), ...curves.map((line) => ({ ...line, label: "", values: mean(line.values) }))];
+}
+
 /**
  * Return a chart.
  *
- * lines: [{label, steps, values, colour, points, fill, width, dash, hidden}]; bands: [[upper, lower]] places of lines.
- * limits: [[value, colour]]; onStep: called with the step that was clicked.
+ * lines: [{label, steps, values, colour, points, fill, width, dash, hidden, faint}]; one without a label has no value above
+ * the chart. bands: [[upper, lower]] places of lines. limits: [[value, colour]]; onStep: called with the step that was
+ * clicked; noun: what stands on the axis, and shares the cursor if it is the step.
  */
-export function chart({ title, note = "", lines, bands = [], limits = [], height = 150, onStep, low = null, wide = false }) {
+export function chart({ title, note = "", lines, bands = [], limits = [], height = 150, onStep, low = null, wide = false, noun = "step" }) {
   const head = el("div", { class: "chart-head" }, el("span", { class: "chart-title" }, title));
   const values = el("span", { class: "chart-values" });
   head.append(values);
@@ -99,7 +115,7 @@ export function chart({ title, note = "", lines, bands = [], limits = [], height
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[], []];
   const series = lines.map((line) => ({
     label: line.label,
-    stroke: line.hidden ? "transparent" : () => colour(line.colour),
+    stroke: line.hidden ? "transparent" : () => colour(line.colour) + (line.faint ? "50" : ""),
     fill: line.fill ? () => colour(line.fill) : undefined,
     width: line.points || line.hidden ? 0 : (line.width ?? 1.75),
     dash: line.dash,
@@ -112,25 +128,25 @@ export function chart({ title, note = "", lines, bands = [], limits = [], height
     width: 300,
     height,
     legend: { show: false },
-    cursor: { sync: { key: "steps", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
+    cursor: { sync: noun === "step" ? { key: "steps", setSeries: false } : undefined, y: false, points: { size: 6 }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { range: (_, from, to) => span(from, to, low) } },
     series: [{}, ...series],
     bands: bands.map(([upper, lower]) => ({ series: [upper + 1, lower + 1], fill: () => colour("band") })),
     axes: [axis({ size: 26, space: 60, incrs: WHOLE }), axis({ size: 54, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) })],
-    hooks: { draw: [levels(limits), stepLine], setCursor: [(plot) => one.label?.(plot.cursor.idx)] },
+    hooks: { draw: noun === "step" ? [levels(limits), stepLine] : [], setCursor: [(plot) => one.label?.(plot.cursor.idx)] },
   };
   one.plot = new uPlot(options, data, place);
   one.label = (at) => {
     const steps = one.plot.data[0];
-    const where = at ?? nearest(steps, current ?? steps[steps.length - 1]);
+    const where = at ?? (noun === "step" ? nearest(steps, current ?? steps[steps.length - 1]) : null);
     const isElsewhere = (at ?? null) === null && current !== null && where !== null && steps[where] !== current;
     values.replaceChildren(
-      ...(typeof at === "number" ? [el("span", {}, `step ${steps[at]}`)] : []),
+      ...(typeof at === "number" ? [el("span", {}, `${noun} ${steps[at]}`)] : []),
       ...lines.flatMap((line, index) => {
-        if (line.hidden && !line.label) return [];
+        if (!line.label) return [];
         const value = where === null ? null : (line.shown ?? one.plot.data[index + 1])[where];
         if (value === null || value === undefined) return [];
-        const told = `${lines.length > 1 ? `${line.label} ` : ""}${isElsewhere ? `step ${steps[where]}: ` : ""}`;
+        const told = `${lines.filter((other) => other.label).length > 1 ? `${line.label} ` : ""}${isElsewhere ? `step ${steps[where]}: ` : ""}`;
         return [el("span", { class: `key ${line.colour}` }, told, el("b", {}, number(value)))];
       }),
     );

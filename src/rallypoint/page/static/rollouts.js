@@ -1,12 +1,14 @@
 // Rollouts of a step: the table, a prompt's group, and one rollout token by token.
 
+import { chart } from "./charts.js";
 import { ask, hasTokens } from "./source.js";
 import { counted, el, fill, message, number, percent, visible } from "./dom.js";
 
 const PAGE = 25;
 const MOST_TOKENS = 4000;
+const LONG = 64; // tokens that are seen at a glance
 const SORTS = { batch: "in order of the batch", "-score": "highest score", score: "lowest score", "-advantage": "highest advantage", advantage: "lowest advantage", "-length": "longest", length: "shortest", "-gap": "largest sampler–trainer gap" };
-const TINTS = { advantages: "advantage", ratio: "ratio trainer / sampler", surprise: "surprise (−logprob)", difference: "sampler–trainer difference" };
+const TINTS = { advantages: "advantage", ratio: "ratio trainer / sampler", entropy: "entropy", surprise: "surprise (−logprob)", difference: "sampler–trainer difference" };
 
 /** Return the panel: `show(run, step)` moves it, `next(by)` goes to another rollout, `mark()` tells what is pinned. */
 export function rolloutPanel(body, { onPin, isPinned }) {
@@ -198,8 +200,10 @@ function drawOne(one, at, again) {
   const judged = [["right answer", one.ground_truth], ["its answer", one.answer]].filter(([, value]) => value);
   return [
     judged.length > 0 && el("p", { class: "judged" }, judged.map(([name, value]) => el("span", {}, el("span", { class: "role" }, `${name} `), el("b", {}, visible(value))))),
-    el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), one[at.tint] && scale(at.tint)),
+    el("div", { class: "tools" }, el("label", { class: "quiet" }, "tint by ", choice), one[at.tint] && scale(at.tint, one[at.tint])),
+    !one[at.tint] && message(`${TINTS[at.tint]}: not recorded here (${visible(one.unrecorded)})`),
     tokens(one, at.tint),
+    one[at.tint] && one.pieces.length > LONG && byPlace(one, at.tint),
     legend(one),
     one.note && message(one.note),
     one.turns.length > 0 && el("details", { class: "turns", open: true }, el("summary", {}, `conversation of ${one.turns.length} turns`), one.turns.flatMap(turn)),
@@ -214,21 +218,30 @@ function turn(each, number_) {
   ];
 }
 
-function scale(tint) {
-  const ends = tint === "advantages" ? ["worse", "better"] : tint === "ratio" ? ["trainer less likely", "more likely"] : ["0", "high"];
+const largestOf = (values) => Math.max(0, ...(values ?? []).slice(0, MOST_TOKENS).filter(Number.isFinite).map(Math.abs));
+
+function scale(tint, values) {
+  const ends = tint === "advantages" ? ["worse", "better"] : tint === "ratio" ? ["trainer less likely", "more likely"] : ["0", `${number(largestOf(values), 3)} nats`];
   return el("span", { class: "scale quiet" }, ends[0], el("i", { class: ["advantages", "ratio"].includes(tint) ? "diverging" : "rising" }), ends[1]);
+}
+
+/** Draw the numbers of a long response over its tokens; a click goes to the token. */
+function byPlace(one, tint) {
+  const line = { label: TINTS[tint], steps: one[tint].map((_, place) => place), values: one[tint].map((value, place) => (one.why[place] ? null : value)), colour: "blue", width: 1 };
+  const go = (place) => document.querySelectorAll("#tokens .token")[place]?.scrollIntoView({ block: "center", behavior: "smooth" });
+  return chart({ title: `${TINTS[tint]} by token`, lines: [line], height: 110, onStep: go, wide: true, noun: "token" });
 }
 
 function tokens(one, tint) {
   const values = one[tint];
-  const shown = (value) => (tint === "ratio" ? Math.log(Math.max(value, 1e-9)) : value);
-  const largest = Math.max(1e-9, ...(values ?? []).slice(0, MOST_TOKENS).filter(Number.isFinite).map((value) => Math.abs(shown(value))));
+  const shown = (value) => (!Number.isFinite(value) ? 0 : tint === "ratio" ? Math.log(Math.max(value, 1e-9)) : value);
+  const largest = largestOf(values?.map(shown)) || 1;
   const node = el("div", { class: "tokens", id: "tokens", "aria-label": "response, token by token" });
   const draw = (most) =>
     fill(
       node,
       one.pieces.slice(0, most).map((piece, at) => {
-        const value = Number.isFinite(values?.[at]) ? shown(values[at]) : 0;
+        const value = shown(values?.[at]);
         const strength = Math.min(1, Math.abs(value) / largest);
         const kind = one.why[at] ? "untrained" : value < 0 ? "minus" : ["advantages", "ratio"].includes(tint) ? "plus" : "rising";
         const says = [
