@@ -65,10 +65,10 @@ _WASTES = {
 _FOLLOWS = {
     "rollout takes most of the time": "rollout rank",
     "samplers waited": "rollout rank",
-    "groups without signal": "update kl high",
+    "groups without signal": ("update kl high", "prompts that nobody solves"),
     "rewards all equal": "update kl high",
 }
-"""Trouble -> how the words of the one begin that it follows from, if that began no later."""
+"""Trouble -> how the words of one begin that it follows from, if that began no later."""
 _MOVED = ("actor/approx_kl", "actor/grad_norm", "actor/clip_fraction", "actor/entropy", "rollout/response_length")
 """Metrics of which one moves when a reward falls."""
 

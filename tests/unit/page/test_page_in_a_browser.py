@@ -1,6 +1,10 @@
 """The page in a real browser: it draws, its filters and keys work, and nothing of a run becomes more than text."""
 
 import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from browser import NEEDS_CHROMIUM, Browser, find_chromium
@@ -53,6 +57,10 @@ def shows(browser, selector, words):
     browser.wait(f"document.querySelector({selector!r})?.textContent.includes({words!r})")
 
 
+def titles(browser, selector):
+    return browser.evaluate(f"[...document.querySelectorAll({selector!r})].map(one => one.title)")
+
+
 def click(browser, selector):
     browser.wait(f"document.querySelector({selector!r}) !== null")
     browser.evaluate(f"document.querySelector({selector!r}).click()")
@@ -74,6 +82,7 @@ def went_wrong(browser):
 
 def check_panels(browser):
     for panel in PANELS:
+        assert text(browser, f"#{panel} > header p").endswith("."), "each says in one line what it shows"
         shown = browser.evaluate(f"document.querySelector('#{panel} .panel-body').textContent.length")
         assert shown > 20, panel
     assert texts(browser, ".message.error") == []
@@ -106,6 +115,16 @@ def test_the_served_page_draws_filters_and_takes_text_as_text(browser, run):
         browser.evaluate("document.querySelector('#pin').click()")
         browser.wait("document.querySelectorAll('.pin-step').length === 6")
         assert "conversation of 2 turns" in texts(browser, ".turns summary")
+        choose(browser, "#choose-sort", "-length")
+        browser.wait("document.querySelectorAll('#tokens .token').length > 1000")
+        choose(browser, "#tint", "entropy")
+        shows(browser, ".scale", " nats")
+        shows(browser, "#rollouts .chart-title", "entropy by token")
+        strengths = (
+            "[...document.querySelectorAll('#tokens .token')].map((one) => one.style.getPropertyValue('--strength'))"
+        )
+        assert len(set(browser.evaluate(strengths))) > 3
+        assert any("\nentropy 0" in one for one in titles(browser, "#tokens .token"))
         browser.evaluate("document.querySelector('#side').click()")
         browser.wait("document.querySelectorAll('.side article').length === 4")
         browser.evaluate("document.querySelector('.card').click()")
@@ -139,10 +158,12 @@ def test_every_key_does_what_the_list_of_keys_says(browser, tmp_path):
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != themes
         browser.press("m")
         assert browser.evaluate("document.activeElement.id") == "metric"
-        choose(browser, "#metric", "actor/lr")
-        browser.wait("[...document.querySelectorAll('.chart-title')].some((one) => one.textContent === 'actor/lr')")
-        click(browser, "[aria-label='remove actor/lr']")
-        browser.wait("![...document.querySelectorAll('.chart-title')].some((one) => one.textContent === 'actor/lr')")
+        choose(browser, "#metric", "actor/loss")
+        click(browser, "[aria-label='remove actor/loss']")
+        browser.wait("![...document.querySelectorAll('.chart-title')].some((one) => one.textContent === 'actor/loss')")
+        choose(browser, "#metric", "reward/")
+        for name in ("mean", "std", "num_scored"):
+            browser.wait(f"document.querySelector('[aria-label=\"remove reward/{name}\"]') !== null")
         browser.evaluate("document.querySelector('#slider').focus()")
         browser.press("ArrowLeft")  # moves the slider, and no rollout
         at_step(browser, 24)
@@ -188,11 +209,14 @@ def test_a_learning_rate_that_is_too_high_is_found_from_the_page_alone(browser, 
         shows(browser, ".evidence", "step 60")
         click(browser, ".evidence dd button")
         at_step(browser, 60)
-        choose(browser, "#metric", "actor/lr")
         shows(browser, "#headline", "actor/lr")
         browser.wait("[...document.querySelectorAll('.chart')].some((one) => /^actor.lr1.00e-5/.test(one.textContent))")
         browser.press("k")
         browser.wait("[...document.querySelectorAll('.chart')].some((one) => /^actor.lr1.00e-6/.test(one.textContent))")
+        browser.evaluate("document.querySelector('#smooth').value = 0.9")
+        browser.evaluate("document.querySelector('#smooth').dispatchEvent(new Event('input'))")
+        browser.wait("[...document.querySelectorAll('.chart')].some((one) => /^actor.lr1.00e-6/.test(one.textContent))")
+    assert went_wrong(browser) == []
 
 
 def test_a_finding_is_told_on_the_first_screen_and_opens_its_evidence(browser, tmp_path):
@@ -259,7 +283,12 @@ def test_a_straggler_is_found_from_the_page_alone(browser, tmp_path):
         browser.leave()
         browser.go(server.url)
         shows(browser, "#troubles", "rollout rank 2 is slow")
+        shows(browser, ".verdicts", "rollout rank 2 is slow steps 1 to 8")
+        click(browser, ".verdicts .verdict")
         shows(browser, "#time .message.warn", "rollout rank 2 (process 4702@node1) was a straggler in 8 of 8 steps")
+        for words in ("memory of a process", "tokens per second", "actor/mfu", "rollout/idle"):
+            shows(browser, "#time", words)
+        shows(browser, "#batch", "64rollouts, a row each")
         widths = browser.evaluate(
             "Object.fromEntries([...document.querySelectorAll('.lane')].map((lane) => "
             "[lane.querySelector('.lane-name').textContent, Math.max(0, ...[...lane.querySelectorAll('.bar')]"
@@ -288,7 +317,8 @@ def test_prompts_that_nobody_solves_are_found_from_the_page_alone(browser, tmp_p
         browser.go(server.url)
         shows(browser, "#troubles", "prompts that nobody solves")
         shows(browser, "#troubles", "train:1")
-        click(browser, "#troubles button[title='follow this prompt']")
+        shows(browser, ".verdicts .verdict", "prompts that nobody solves train:1, train:3, train:5")
+        click(browser, ".verdicts .verdict")
         shows(browser, "#rollout-count", "8 of 64 rollouts · their score p10 0, median 0, p90 0")
         shows(browser, "#pinned", "pinned: train:1")
         click(browser, "#pinned .detail-head button")
@@ -302,6 +332,8 @@ def test_prompts_that_nobody_solves_are_found_from_the_page_alone(browser, tmp_p
             "[...document.querySelectorAll('.rollout-row')].find((row) => /train:1 /.test(row.textContent)).click()"
         )
         shows(browser, ".reasons", "group without signal: its rollouts earned the same")
+        choose(browser, "#tint", "entropy")
+        shows(browser, ".rollout-detail .message", "entropy: not recorded here (group without signal")
         click(browser, "#pin")
         shows(browser, "#pinned", "in 12 steps")
         assert all("1" not in one.split() for one in texts(browser, ".pin-step span"))
@@ -347,6 +379,13 @@ def test_a_report_opens_from_a_file_and_loads_nothing(browser, run, tmp_path, wi
     assert browser.evaluate("window.hostile") is None
     assert [one for one in browser.asked if not one.startswith(("file:", "data:"))] == []
     assert browser.errors == []
+
+
+def test_the_pictures_of_the_documentation_are_taken_by_a_command(run, tmp_path):
+    command = [sys.executable, Path(__file__).parents[3] / "docs/screenshots.py", run, "--all", tmp_path / "pictures"]
+    subprocess.run(command, check=True, timeout=300)
+    sizes = {file.name: struct.unpack(">I", file.read_bytes()[16:20]) for file in (tmp_path / "pictures").iterdir()}
+    assert sizes == {f"{width}-{theme}.png": (width,) for width in (390, 1280) for theme in ("light", "dark")}
 
 
 def test_a_notebook_shows_the_page_in_a_frame_that_may_touch_nothing(browser, run, tmp_path):

@@ -244,6 +244,7 @@ def test_the_fault_of_each_planted_run_is_found(tmp_path):
         "empty": "answers vanish, and earn more",
         "impossible": "prompts that nobody solves",
     }
+    assert of_run["impossible"]["groups without signal"].follows == "prompts that nobody solves"
     for kind, words in faults.items():
         assert [other for other, found in of_run.items() if words in found] == [kind]
     assert "actor/approx_kl 0.0045 -> 0.300 from step 60 on" in of_run["hot"]["reward fell"].evidence

@@ -1,6 +1,6 @@
 // The page: which run and step it is at, its panels, and the keys.
 
-import { chart, LINES, showStep } from "./charts.js";
+import { chart, LINES, showStep, smoothed } from "./charts.js";
 import { counted, duration, el, fill, mark, message, number, visible } from "./dom.js";
 import {
   drawAnswers, drawBatch, drawBroken, drawComparison, drawHealth, drawLanes, drawProvenance, drawTime, drawTroubles, metricChart,
@@ -10,7 +10,7 @@ import { ask, follow, isReport, reportFacts } from "./source.js";
 
 const FEW = [
   "actor/without_signal", "actor/entropy", "actor/approx_kl", "actor/grad_norm",
-  "rollout/response_length", "rollout/truncated", "rollout/logprob_gap_mean", "reward/std",
+  "rollout/response_length", "rollout/truncated", "rollout/logprob_gap_mean", "actor/lr",
 ];
 const BUSY = ["actor/mfu", "critic/mfu", "rollout/idle", "actor/idle"];
 
@@ -28,6 +28,7 @@ const state = {
   health: { rules: [] },
   open: null, // the finding whose evidence is shown
   added: [], // metrics that were searched
+  smooth: 0, // how much each value of a curve counts of the one after it
   pinned: null,
   troubles: [], // what has lasted
 };
@@ -96,7 +97,7 @@ const DRAW = {
     const facts = await ask("time", { run: state.run });
     const names = BUSY.filter((name) => state.summary[state.run].metrics.includes(name));
     const { curves } = names.length ? await ask("series", { run: state.run, names: names.join(",") }) : {};
-    fill(busy, names.map((name) => metricChart(name, [{ run: state.run, curves }], setStep)));
+    fill(busy, names.map((name) => metricChart(name, [{ run: state.run, curves }], setStep, 0)));
     drawTime(body, facts, busy, lanes, setStep);
     await timeline();
   },
@@ -222,12 +223,13 @@ async function headline(body) {
   const [metric, label] = state.summary[state.run].headline;
   const title = label[0].toUpperCase() + label.slice(1);
   if (metric !== "reward/mean") fill(body.previousElementSibling, el("h2", {}, title), el("p", {}, "What this recipe watches above all; points are validations. A click moves all panels to that step."));
-  fill(curve, chart({ title: label, ...headlineLines(), height: 260, onStep: setStep, wide: true }));
+  const { lines, bands } = headlineLines();
+  fill(curve, chart({ title: label, lines: smoothed(lines, state.smooth), bands, height: 260, onStep: setStep, wide: true }));
   const names = [...new Set([...state.added, ...FEW])].filter((name) => state.runs.some((run) => state.summary[run].metrics.includes(name)));
   const removed = (name) => () => ((state.added = state.added.filter((one) => one !== name)), drawn("headline"));
   const perRun = state.runs.map((run) => ({ run, curves: state.curves[run] }));
-  fill(few, names.map((name) => metricChart(name, perRun, setStep, state.added.includes(name) && removed(name))));
-  if (!curve.isConnected) fill(body, verdicts, tiles, curve, el("div", { class: "tools" }, search, options), few);
+  fill(few, names.map((name) => metricChart(name, perRun, setStep, state.smooth, state.added.includes(name) && removed(name))));
+  if (!curve.isConnected) fill(body, verdicts, tiles, curve, el("div", { class: "tools" }, search, options, el("label", { class: "quiet smooth" }, "smooth ", smooth)), few);
   showStep(state.step);
 }
 
@@ -254,13 +256,18 @@ async function loadVerdicts() {
     node.querySelector(".badge")?.remove();
     if (state.troubles.length) node.append(el("span", { class: `badge ${worst}`, title: counted(state.troubles.length, "finding") }, String(state.troubles.length)));
   }
+  const place = ({ prompts, first, last }) => prompts.join(", ") || (first === null ? "" : last === null || last === first ? `step ${first}` : `steps ${first} to ${last}`);
+  const open = (one) => (one.prompts.length ? followPrompt(one.prompts[0]) : openTrouble(one));
   fill(verdicts, state.troubles.map((one) =>
-    el("button", { class: `plain small verdict ${one.follows ? "follows" : ""}`, title: one.evidence, on: { click: () => openTrouble(one) } }, mark(one.level), visible(one.words))));
+    el("button", { class: `plain small verdict ${one.follows ? "follows" : ""}`, title: one.evidence, on: { click: () => open(one) } }, mark(one.level), visible(one.words), el("span", { class: "quiet" }, ` ${visible(place(one))}`))));
 }
 
+/** Add a metric, or all whose names begin with what ends with a slash. */
 async function addMetric(name) {
-  if (!name || state.added.includes(name)) return;
-  state.added.unshift(name);
+  const found = name.endsWith("/") ? state.summary[state.run].metrics.filter((one) => one.startsWith(name)) : [name];
+  const more = found.filter((one) => one && !state.added.includes(one));
+  if (!more.length) return;
+  state.added.unshift(...more);
   await loadCurves();
   await drawn("headline");
 }
@@ -413,7 +420,9 @@ let rollouts = null;
 
 slider.addEventListener("input", () => setStep(state.steps[Number(slider.value)] ?? null));
 
-const search = el("input", { type: "search", list: "metrics", id: "metric", placeholder: "add a metric  m", "aria-label": "add a metric" });
+const search = el("input", { type: "search", list: "metrics", id: "metric", placeholder: "add a metric  m", title: "with a slash at the end, all that begin with it", "aria-label": "add a metric" });
+const smooth = el("input", { type: "range", id: "smooth", min: "0", max: "0.98", step: "0.02", value: "0", title: "a running mean; numbers stay those of the step" });
+smooth.addEventListener("input", () => ((state.smooth = Number(smooth.value)), drawn("headline")));
 search.addEventListener("change", () => {
   addMetric(search.value);
   search.value = "";
@@ -425,7 +434,8 @@ function head() {
   fill(title, state.runs.length > 1 ? chooser("run", state.runs, state.run, setRun) : visible(one.name));
   fill(chip, el("span", { class: `pill ${one.state.replace(" ", "-")}`, title: one.why }, one.state));
   fill(recipe, [one.recipe, one.why && one.state !== "finished" ? ` · ${visible(one.why).slice(0, 160)}` : ""].join(""));
-  fill(options, one.metrics.map((name) => el("option", { value: name })));
+  const families = new Set(one.metrics.map((name) => name.slice(0, name.indexOf("/") + 1)).filter(Boolean));
+  fill(options, [...families, ...one.metrics].map((name) => el("option", { value: name })));
   fill(about, isReport ? `report, without a server: ${reportFacts()?.said?.[state.run] ?? ""}` : "");
 }
 
@@ -476,7 +486,7 @@ document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const isSliders = event.target === slider && /^(Arrow|Home|End|Page)/.test(event.key);
+  const isSliders = event.target.type === "range" && /^(Arrow|Home|End|Page)/.test(event.key);
   if (isSliders || !Object.hasOwn(ACTS, event.key)) return;
   event.preventDefault();
   ACTS[event.key]();

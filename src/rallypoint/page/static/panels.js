@@ -1,6 +1,6 @@
 // Health, time, what broke, the batch, provenance, comparison: each a function from facts to elements.
 
-import { LINES, chart, spark } from "./charts.js";
+import { LINES, chart, smoothed, spark } from "./charts.js";
 import { counted, duration, el, fill, mark, message, number, numeric, percent, table, visible } from "./dom.js";
 
 const ORDER = { bad: 0, watch: 1, ok: 2 };
@@ -258,12 +258,12 @@ export function drawAnswers(body, runs, step, found) {
 }
 
 /** Return a chart of a metric over all runs. */
-export function metricChart(name, perRun, onStep, remove) {
+export function metricChart(name, perRun, onStep, smooth, remove) {
   const lines = perRun.map(({ run, curves }, at) => {
     const [steps, values] = curves[name] ?? [[], []];
     return { label: run, steps, values, colour: LINES[at % LINES.length] };
   });
-  const node = chart({ title: name, lines, height: 130, onStep });
+  const node = chart({ title: name, lines: smoothed(lines, smooth), height: 130, onStep });
   if (remove) node.querySelector(".chart-head").append(el("button", { class: "plain remove", title: "remove", "aria-label": `remove ${name}`, on: { click: remove } }, "×"));
   return node;
 }
