@@ -42,10 +42,12 @@ from rallypoint.prepare.machine import (
     imagine,
     look_around,
     plan_on,
+    time_on,
 )
 from rallypoint.prepare.model_folders import is_hub_name
 from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.preflight import file_problems, find_wanted, load_checked, load_named
+from rallypoint.prepare.step_time import StepTime
 from rallypoint.run.folder import RunFolder, anchored
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
@@ -138,7 +140,9 @@ def print_plan(
     config = loaded.config
     machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
-    for title, lines in (_batches(loaded, plan), _placement(loaded, plan, machine)):
+    time = time_on(config, plan, machine)
+    parts = [_batches(loaded, plan), _placement(loaded, plan, machine), *([_time(config, time)] if time else [])]
+    for title, lines in parts:
         _print_line(console, title, "bold")
         for line in lines:
             _print_line(console, f"  {line}".rstrip())
@@ -269,6 +273,26 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
         [f"published weights: {describe_transport(transport_name(config))}", ""] if "rollout" in config.roles else []
     )
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
+
+
+def _time(config: RunConfig, time: StepTime) -> tuple[str, list[str]]:
+    """A line for each phase of a step, and what the run takes."""
+    lines = [f"{one.name:14}  {_between(one.least_s, one.most_s)} s, most of it {one.limit}" for one in time.phases]
+    total = f"{'a step':14}  {_between(*time.seconds)} s"
+    if config.trainer.num_epochs is None:
+        hours = [config.trainer.num_steps * seconds / 3600 for seconds in time.seconds]
+        total += f"; {counted(config.trainer.num_steps, 'step')}: {_between(*hours)} h, "
+        total += f"{_between(*(time.num_devices * one for one in hours))} device-hours"
+    lines += [total + (", pools beside each other" if time.is_ahead else ""), ""]
+    return (
+        "time, estimated: responses half as long as they may be, to as long as that; without rewards and tools",
+        lines,
+    )
+
+
+def _between(least: float, most: float) -> str:
+    few, many = (f"{one:.0f}" if one >= 10 else f"{one:.1f}" if one >= 1 else f"{one:.2f}" for one in (least, most))
+    return few if few == many else f"{few} to {many}"
 
 
 def _mebibytes(size: int) -> str:

@@ -24,26 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedModel
 
+from rallypoint.observability.devices import find_device
+
 _ATTENTION = "rallypoint_counted"
 
-# Dense peaks in 1e12 per second, as the vendors print them: (bfloat16, float32 without TF32). First match counts.
-_KNOWN_PEAKS = {
-    "B200": (2250, 75),
-    "GH200": (989, 67),
-    "H200": (989, 67),
-    "H100 PCIe": (756, 51),
-    "H100 NVL": (835, 60),
-    "H100": (989, 67),
-    "A100": (312, 19.5),
-    "A40": (150, 37.4),
-    "A30": (165, 10.3),
-    "A10G": (70, 35),
-    "L40S": (362, 91.6),
-    "L4": (121, 30.3),
-    "RTX 4090": (165, 82.6),
-    "RTX 3090": (71, 35.6),
-}
-
+_KNOWN_TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _MEASURE_S = 0.1
 _MEASURE_SIZE = 768
 _SHORT = 8
@@ -202,10 +187,8 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
     >>> known_peak("H100 80GB HBM3", torch.bfloat16)
     989000000000000.0
     """
-    column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}.get(dtype)
-    words = f" {name.replace('-', ' ')} "
-    peaks = next((peaks for known, peaks in _KNOWN_PEAKS.items() if f" {known} " in words), None)
-    return None if peaks is None or column is None else peaks[column] * 1e12
+    device = find_device(name)
+    return None if device is None or dtype not in _KNOWN_TYPES else device.peak(dtype.itemsize)
 
 
 @functools.cache

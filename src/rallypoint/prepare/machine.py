@@ -25,9 +25,11 @@ from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.fields import values_of
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
+from rallypoint.observability.devices import DEVICES, find_device
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import ask_driver, gib
 from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, divides, make_plan
+from rallypoint.prepare.step_time import StepTime, step_time
 
 _ASK_TORCH = """
 import json, sys, torch
@@ -41,10 +43,7 @@ print(json.dumps([torch.__version__, devices]))
 """
 _PATIENCE_S = 120.0
 _GIB = 2**30
-_OF_TYPES = {
-    "T4": 14.7, "A10G": 22.0, "L4": 22.0, "V100": 31.7, "A100-40G": 39.4, "L40S": 44.4, "A100": 79.1, "A100-80G": 79.1,
-    "H100": 79.1, "H20": 95.0, "GH200": 141.0, "H200": 139.8, "B200": 178.0,
-}  # fmt: skip
+_OF_TYPES = {name: device.gib for name, device in DEVICES.items() if " " not in name}
 """Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
 _CORES_EACH, _MEMORY_EACH = 16, 128 * 2**30
 """What machines are rented with for each of their devices, or more."""
@@ -152,6 +151,13 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
 def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
     """Return the plan of a run here; its cache has the size that is left on the devices, where they are known."""
     return _within(make_plan(config), config, machine)
+
+
+def time_on(config: RunConfig, plan: RunPlan, machine: Machine) -> StepTime | None:
+    """Return the time of a step on this machine; None where its devices or the model are not known."""
+    accelerator = _device(config, machine)
+    device = find_device(accelerator.name) if accelerator is not None else None
+    return step_time(config, plan, device) if device is not None else None
 
 
 def planned_gib(config: RunConfig) -> dict[str, float]:
