@@ -1,10 +1,12 @@
 """verifiers' own train client, where `rally engine install verifiers` was done, samples the rollouts of a run."""
 
 import json
+import subprocess
 
 import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
-from tiny_models import make_tiny_model
+from tiny_models import edit_weights, make_tiny_model
+from tokenizers import AddedToken
 from tool_templates import make_tool_tokenizer
 
 import rallypoint as rally
@@ -75,7 +77,39 @@ async def glossary(client, asked):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-"""Environments of the shape of kuhn-poker and glossary, whose own harness needs a package manager that is not here."""
+"""Environments of the shape of kuhn-poker and glossary, whose own harness needs a package manager."""
+PLAYS = """
+import asyncio, itertools, json, sys
+from verifiers.v1.clients import ModelContext, TrainClientConfig
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+SEATS = {"kuhn-poker": ("player0", "player1"), "glossary": ("agent",)}
+
+
+async def main(folder, name):
+    seat = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 4}
+    env = load_environment(resolve_env_config({"taskset": {"id": name}, **dict.fromkeys(SEATS[name], seat)}))
+    async with env.serving():
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            url, asked = json.loads(line)
+            task = next(itertools.islice(env.taskset.load(), int(asked.split()[-1]), None))
+            client = TrainClientConfig(base_url=url, renderer_model_name=folder, renderer={"name": "qwen3"})
+            context = ModelContext("policy", client, SamplingConfig(max_tokens=8))
+            (slot,) = env.slots(task)
+            episode = await env.run_slot(slot, context)
+            assert episode.ok, (episode.errors, [trace.errors for trace in episode.traces])
+            for node in (node for trace in episode.traces for node in trace.nodes if node.sampled):
+                ids = [token for token, is_sampled in zip(node.token_ids, node.mask) if is_sampled]
+                print(json.dumps([[], ids, node.logprobs]), flush=True)
+            answered = [node for trace in episode.traces for node in trace.nodes if node.message.role == "tool"]
+            said = {"reward": episode.traces[0].reward, "answers_of_tools": len(answered)}
+            print(json.dumps(said), flush=True)
+
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""What `vf-eval` does with the packages themselves, whose rollouts come from the run."""
 AGENT = """
 import json, os, subprocess
 
@@ -91,12 +125,8 @@ def run(base_url, api_key, example):
         calls.append(call)
     with open(CALLS, "a") as file:
         file.writelines(json.dumps(call) + "\\\\n" for call in calls)
-    return {"reward": call["reward"] + len(calls[0][1]) / 8, "calls": len(calls)}
+    return {**call, "reward": call["reward"] + len(calls[0][1]) / 8, "calls": len(calls)}
 """
-
-
-EACH = {"actor.num_mini_batches": 2}
-"""Two updates a step, so that the ratio is measured in each."""
 
 
 @pytest.fixture(scope="session")
@@ -108,16 +138,69 @@ def verifiers() -> Installed:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def packages(verifiers) -> Installed:
+    """The same with environments of verifiers' repository, and with uv, by which their harness gets its packages."""
+    needs = "import glossary.servers.facts, kuhn_poker, uv"
+    if subprocess.run([verifiers.python, "-c", needs], capture_output=True, check=False).returncode:
+        folders = "environments/kuhn_poker and environments/glossary of github.com/PrimeIntellect-ai/verifiers"
+        pytest.skip(f"kuhn-poker is not installed: {verifiers.python} -m pip install uv, and from {folders}")
+    return verifiers
+
+
+def with_tools():
+    """Return a tokenizer that verifiers' renderer of Qwen3 takes."""
+    tokenizer, stops = make_tool_tokenizer("qwen3")
+    tokenizer.add_tokens([f"<{end}{name}>" for name in ("tool_call", "tool_response") for end in ("", "/")])
+    return tokenizer, stops
+
+
 @pytest.mark.parametrize("environment", ["talk", "poker", "glossary"])
 def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, environment):
-    tokenizer = make_chat_tokenizer(QWEN3)
-    if environment == "glossary":
-        tokenizer, stops = make_tool_tokenizer("qwen3")
-        tokenizer.add_tokens([f"<{end}{name}>" for name in ("tool_call", "tool_response") for end in ("", "/")])
+    tokenizer, stops = with_tools() if environment == "glossary" else (make_chat_tokenizer(QWEN3), ())
     make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=2048)
-    if environment == "glossary":
+    train_five_steps(verifiers, tmp_path, ASKS, environment, stops, rows=1200)
+
+
+@pytest.mark.timeout(600)
+def test_kuhn_poker_is_trained(packages, tmp_path):
+    tokenizer, stops = with_tools()
+    tokenizer.add_tokens([f"[{move}]" for move in ("check", "bet", "fold", "call") * 2])
+    make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=8192)
+    train_five_steps(packages, tmp_path, PLAYS, "kuhn-poker", stops, rows=6000)
+
+
+@pytest.mark.timeout(600)
+def test_glossary_is_trained_with_answers_of_its_server(packages, tmp_path):
+    tokenizer, stops = with_tools()
+    names = ("Ada Lovelace", "Alan Turing", "Dennis Ritchie")
+    asked = [f"\n{json.dumps({'name': 'mcp__facts__lookup', 'arguments': {'name': name}})}\n" for name in names]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in asked])
+    make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=8192, hidden_size=64)
+    begin, end, stop, cue = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>", "<|im_end|>", "\n"])
+    calls = tokenizer.convert_tokens_to_ids(asked)
+    follow = {cue: [begin], begin: calls, end: [stop]} | {call: [end] for call in calls}
+    edit_weights(tmp_path / "model", lambda weights: let_follow(weights, follow))
+    run = train_five_steps(packages, tmp_path, PLAYS, "glossary", stops, rows=6000)
+    assert max(step.get("episode/answers_of_tools", 0) for step in run.metrics) >= 1
+
+
+def let_follow(weights, follow):
+    """Make each token likely behind another, whatever else was said."""
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    for token, others in follow.items():
+        seen = weights["model.embed_tokens.weight"][token]
+        for other in others:
+            weights["lm_head.weight"][other] += 0.2 * seen / seen.square().mean().sqrt()
+
+
+def train_five_steps(verifiers, tmp_path, program, environment, stops, rows):
+    """Train a model on rollouts of verifiers' client, and check that it trained on what the client was told."""
+    if stops:
         (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*stops]}))
-    (tmp_path / "asks.py").write_text(ASKS)
+    (tmp_path / "asks.py").write_text(program)
     names = {"PYTHON": verifiers.python, "PROGRAM": tmp_path / "asks.py", "MODEL": tmp_path / "model"}
     names |= {"CALLS": tmp_path / "calls.jsonl", "ENVIRONMENT": environment}
     constants = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items())
@@ -127,7 +210,13 @@ def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, e
         model=tmp_path / "model",
         data=[{"prompt": f"say {number}", "answer": ""} for number in range(5)],
         episode=f"{tmp_path / 'agent.py'}:run",
-        config={"cluster.runtime": "inline", "reward.function": None, "rollout.max_response_tokens": 1200, **EACH},
+        config={
+            "cluster.runtime": "inline",
+            "reward.function": None,
+            "rollout.max_response_tokens": rows,
+            "engine.max_tokens_per_micro_batch": 16_384,
+            "actor.num_mini_batches": 2,  # so that the ratio is measured in each step
+        },
         num_prompts=1,
         group_size=2,
         num_steps=5,
@@ -144,6 +233,7 @@ def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, e
     assert len(calls) >= 5 * 4
     assert [token for token, _ in trained] == [token for token, _ in told]
     assert [logprob for _, logprob in trained] == pytest.approx([logprob for _, logprob in told])
+    return run
 
 
 def trained_of(row):
