@@ -99,7 +99,8 @@ def await_key(process, key):
         time.sleep(0.05)
 
 
-def test_errors_cuts_and_slow_answers_neither_hold_up_training_nor_lose_anything(door, untouched):
+def test_errors_cuts_and_slow_answers_neither_hold_up_training_nor_lose_anything(door, untouched, monkeypatch):
+    monkeypatch.setattr(remote, "_WAITS_S", (0.1,) * 4)
     hows, counted, lock = ["500", None, "cut", None, None, "slow", None], [0], threading.Lock()
 
     def fails(method, path):
@@ -121,7 +122,7 @@ def test_a_run_goes_on_while_nobody_answers_and_all_is_sent_when_somebody_does(d
     """The server is away from step 1 until training has ended."""
     from rallypoint.run import mirror
 
-    monkeypatch.setattr(mirror, "_MOST_S", 0.2)
+    monkeypatch.setattr(mirror, "_AGAIN_S", 0.2)
     monkeypatch.setattr(remote, "_WAITS_S", (0.01,))
     door.fails = lambda method, path: "500" if method == "PUT" and not is_done.is_set() else None
     is_done, close = threading.Event(), mirror.Mirror.close

@@ -31,8 +31,10 @@ from rallypoint.journal import CheckpointSaved, Entry, Validated
 from rallypoint.run.folder import RunFolder, has_begun
 from rallypoint.run.reports import VALIDATION
 
-_EVERY_S, _MOST_S, _LAST_S = 60.0, 60.0, 600.0
-"""Seconds from one sending to the next, most seconds until a failed one is tried again, and those that an end waits."""
+_EVERY_S, _LAST_S = 60.0, 600.0
+"""Seconds from one sending to the next, and those that the end of a run waits."""
+_AGAIN_S, _MOST_S = 5.0, 60.0
+"""Seconds until what failed is tried again: the first time and at the end of a run, and at most."""
 _SILENT = TimeoutError("no answer")
 JOURNAL, CONFIG, CHECKPOINTS = "journal.jsonl", "config.yaml", "checkpoints"
 SENT = ".sent.json"
@@ -131,7 +133,7 @@ class Mirror:
             except OSError as error:
                 self._failure = error
                 self._outage.lasts(OSError(f"{self.remote.url}: {first_line(error)}"))
-                wait_s = min(2 * wait_s, _MOST_S) or 5.0
+                wait_s = _AGAIN_S if is_last else max(_AGAIN_S, min(2 * wait_s, _MOST_S))
                 continue
             except RunFolderError as error:
                 self._failure = error
@@ -149,7 +151,7 @@ class Mirror:
             OSError: something did not get there.
             RunFolderError: another process writes to the same place.
         """
-        self._check_alone()
+        patiently(self._check_alone)
         for path in self._files():
             name, now = path.relative_to(self.folder.path).as_posix(), path.stat()
             if self._sent.get(name) == (stamp := [now.st_size, now.st_mtime_ns]):
@@ -158,7 +160,7 @@ class Mirror:
                 if name == JOURNAL:
                     self._send_journal()
                 else:
-                    self.remote.send(path, name)
+                    patiently(functools.partial(self.remote.send, path, name))
                 self._sent[name] = stamp
         self._write_list()
         here = checkpoint.steps(self.folder.checkpoints)
@@ -166,8 +168,8 @@ class Mirror:
             self._send_checkpoint(step)
         for step in self._doomed(self._there):
             name = f"{CHECKPOINTS}/{checkpoint.checkpoint_name(step)}"
-            self.remote.remove(f"{name}/{checkpoint.MANIFEST}")  # first: a half-removed one must not look whole
-            self.remote.remove(name)
+            for doomed in (f"{name}/{checkpoint.MANIFEST}", name):  # a half-removed one must not look whole
+                patiently(functools.partial(self.remote.remove, doomed))
             self._there.remove(step)
 
     def _doomed(self, steps: set[int]) -> list[int]:
@@ -192,7 +194,7 @@ class Mirror:
         whole = whole_lines(self.folder.journal)
         copy.write_bytes(whole)
         try:
-            self.remote.send(copy, JOURNAL)
+            patiently(lambda: self.remote.send(copy, JOURNAL))
         finally:
             copy.unlink()
         self._sent_bytes = len(whole)
@@ -228,7 +230,7 @@ class Mirror:
         name = checkpoint.checkpoint_name(step)
         with contextlib.suppress(FileNotFoundError), _linked(self.folder.checkpoints / name) as folder:
             manifest = folder / checkpoint.MANIFEST
-            self.remote.remove(f"{CHECKPOINTS}/{name}")  # what a killed sending left
+            patiently(lambda: self.remote.remove(f"{CHECKPOINTS}/{name}"))  # what a killed sending left
             for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
                 where = f"{CHECKPOINTS}/{name}/{path.relative_to(folder).as_posix()}"
                 patiently(functools.partial(self.remote.send, path, where))

@@ -203,7 +203,8 @@ def test_an_outage_is_said_and_what_was_missed_is_sent_when_it_is_over(run, monk
         send(self, path, name)
 
     monkeypatch.setattr(Remote, "send", failing)
-    monkeypatch.setattr(mirror, "_MOST_S", 0.01)
+    monkeypatch.setattr(mirror, "_AGAIN_S", 0.01)
+    monkeypatch.setattr("rallypoint.data.remote._WAITS_S", ())
     one.start(0)
     one.close()
     assert "no route; training goes on" in said[0]
@@ -213,7 +214,8 @@ def test_an_outage_is_said_and_what_was_missed_is_sent_when_it_is_over(run, monk
 
 def test_an_end_waits_for_a_place_that_takes_nothing_but_not_for_ever(run, monkeypatch):
     monkeypatch.setattr(mirror, "_LAST_S", 0.05)
-    monkeypatch.setattr(mirror, "_MOST_S", 0.01)
+    monkeypatch.setattr(mirror, "_AGAIN_S", 0.01)
+    monkeypatch.setattr("rallypoint.data.remote._WAITS_S", ())
     one = mirror_of(run)
     monkeypatch.setattr(Remote, "send", lambda *_: (_ for _ in ()).throw(ConnectionError("no route")))
     one.start(0)
