@@ -3,7 +3,8 @@
     python benchmarks/soak.py --minutes 20
 
 `rally train digits` on Ray, without an end. Every so often a process of a role, drawn at random, is killed with
-SIGKILL. If the run ends, as it does after ten losses within an hour, `--resume` goes on with it, as a scheduler would.
+SIGKILL. If the run ends, as it does after losses that cost more than half of its time, `--resume` goes on with it, as a
+scheduler would.
 Steps that were done again count once.
 """
 
@@ -65,14 +66,13 @@ def main(minutes: float, every_s: float, keys: list[str]) -> None:
             if driver is None or driver.poll() is not None:
                 driver, num_starts = subprocess.Popen(command, stdout=log, stderr=log), num_starts + 1
                 command = [*RALLY, str(run.path), "--resume"]
-            steps = run.state().steps
-            if not began_s and steps:
+            if not began_s and (state := run.state()).steps:
                 began_s = time.time()  # the first start is no loss
-                next_s, first = began_s + every_s, run.state().step
+                next_s, first = began_s + every_s, state.step
             if began_s and time.time() >= next_s:
                 num_kills += killed(run, draw)
                 next_s += every_s
-            time.sleep(0.2)
+            time.sleep(0.5)
         assert driver is not None
         driver.send_signal(signal.SIGTERM)
         driver.wait()

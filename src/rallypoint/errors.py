@@ -155,6 +155,10 @@ class NoPlaceError(PlacementError):
     """A resource pool has waited too long for a place that it could have; another try may help."""
 
 
+class AbandonedError(RallyError):
+    """A step was abandoned after an interruption; it is done again when the run goes on."""
+
+
 class RequestError(RallyError, ValueError):
     """A prompt cannot be continued as asked: it is empty, too long, or has tokens that the model does not know."""
 

@@ -4,8 +4,10 @@ import pytest
 
 from rallypoint.cli.replay import _with_row
 from rallypoint.errors import ConfigError
+from rallypoint.journal import Resumed, SliceSent, read_journal
 from rallypoint.recipes.drilling import Drills, Outcome
 from rallypoint.recipes.drills import SHORT, Drill, chosen, table
+from rallypoint.run.folder import RunFolder
 
 pytestmark = pytest.mark.lasting_ray
 
@@ -50,3 +52,15 @@ def test_what_is_promised_depends_on_how_a_process_is_lost():
 
 def test_a_drill_is_failed_by_a_failpoint_that_never_fires(drills):
     assert "never fired" in drills.do(Drill("one", "StepDone:step=9:raise")).problem
+
+
+def test_groups_that_a_killed_run_had_sampled_ahead_are_trained_on_and_not_sampled_again(drills):
+    assert drills.do(Drill("ahead", "CheckpointSaved:kill")).problem == "", "it is the run that repeats its journal"
+    run = RunFolder(max(folder for folder in drills.folder.glob("[0-9]??") if folder.is_dir()))
+    events = [entry.event for entry in read_journal(run.journal)]
+    (resumed,) = (event for event in events if isinstance(event, Resumed))
+    assert resumed.kept, "some were finished while the actor trained"
+    sent = [request for event in events if isinstance(event, SliceSent) for request in event.new]
+    training = [prompt for turn, prompt, *_ in sent if turn < 2**32]
+    assert all(training.count(prompt) == 1 for prompt in resumed.kept)
+    assert not (run.path / "rollouts" / "ahead").exists(), "a run that is done has nothing to go on from"

@@ -25,7 +25,15 @@ from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.environments.given import GIVEN, is_given
 from rallypoint.environments.in_process import RolloutTask
 from rallypoint.environments.outcome import unwrapped
-from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError, UserCodeError, first_line
+from rallypoint.errors import (
+    EpisodeError,
+    GenerationError,
+    NotFiniteError,
+    RequestError,
+    RowFullError,
+    UserCodeError,
+    first_line,
+)
 from rallypoint.user_code import is_written_plain, own_signature, split
 
 if TYPE_CHECKING:
@@ -206,7 +214,7 @@ class EpisodeTask(RolloutTask[EpisodeCall]):
         client = PlainClient(call.address, call.key, call.prompt, self.tokenizer)
         try:
             value = function(client, call.example)
-        except GenerationError as error:
+        except (GenerationError, NotFiniteError) as error:
             if any(error is each for each in client.engine_errors):
                 raise _EngineError(str(error)) from error
             raise

@@ -16,17 +16,20 @@ from rallypoint.errors import (
     EnvironmentFailedError,
     EpisodeError,
     GenerationError,
+    NotFiniteError,
     RequestError,
     RewardError,
     RowFullError,
     SandboxError,
 )
 
-RolloutFailureKind: TypeAlias = Literal["timeout", "raised", "environment", "overlong", "malformed", "engine"]
+RolloutFailureKind: TypeAlias = Literal[
+    "timeout", "raised", "environment", "overlong", "malformed", "engine", "nonfinite"
+]
 """`timeout`: the episode took longer than it may. `raised`: it raised an exception. `environment`: what it talks to
 failed: it raised EnvironmentFailedError or an OSError. `overlong`: its row had no room for a turn, and it did not catch
 the RowFullError. `malformed`: it broke a rule of its client, or returned what is no result. `engine`: the engine failed
-on a turn."""
+on a turn. `nonfinite`: the logits of a token were NaN or infinite."""
 ROLLOUT_FAILURE_KINDS: tuple[RolloutFailureKind, ...] = get_args(RolloutFailureKind)
 
 
@@ -97,6 +100,9 @@ Failures: TypeAlias = Sequence[RewardFailure | RolloutFailure]
 class TooManyFailuresError(RewardError, GenerationError):
     """More rollouts failed, or have no score, than `rollout.max_failed` allows."""
 
+    is_not_finite = False
+    """Whether the logits of some were not finite, so that the weights may be to blame."""
+
 
 def failure_kind_of(error: BaseException, *, is_of_engine: bool = False) -> RolloutFailureKind:
     """Return which failure an exception of an episode is.
@@ -110,6 +116,8 @@ def failure_kind_of(error: BaseException, *, is_of_engine: bool = False) -> Roll
             return "overlong"
         case GenerationError() if is_of_engine:
             return "engine"
+        case NotFiniteError() if is_of_engine:
+            return "nonfinite"
         case EpisodeError() | RequestError():
             return "malformed"
         case EnvironmentFailedError() | GenerationError() | SandboxError() | OSError():
@@ -142,11 +150,13 @@ def check_failures(failures: Failures, num_rows: int, max_failed: float) -> None
             " A response that the reward function cannot read is usually a wrong one: return 0 for it instead of "
             "raising."
         )
-    raise TooManyFailuresError(
+    error = TooManyFailuresError(
         f"of {num_rows} rollouts more failed than rollout.max_failed={max_failed:g} allows, or all, so the rest says "
         f"little of the policy. {advice} If so many failures are right, raise rollout.max_failed.\n"
         + "\n".join(describe_failures(kind) for kind in (failed, unscored) if kind)
     )
+    error.is_not_finite = any(one.kind == "nonfinite" for one in failed)
+    raise error
 
 
 def count_failures(failures: Failures) -> str:

@@ -75,6 +75,8 @@ class Resumed:
     """Version of these weights."""
     done: Mapping[str, Any]
     """As the checkpoint has it; see `sampling/groups.py`."""
+    kept: Sequence[int] = ()
+    """Prompts whose groups were finished before, and are not sampled again; see `sampling/kept.py`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,12 +61,14 @@ class Outcome:
 
     @property
     def late(self) -> str:
-        """What took longer than is promised, of a run that goes on by itself."""
+        """What took longer than is promised: until an error ended the run, or it went on by itself."""
         noticed_s, back_s = self.noticed_s or 0.0, self.back_s or 0.0
+        if self.drill.how == "raise":
+            back_s = 0.0
         most_s = self.drill.noticed_within_s
         late = [f"noticed after more than {most_s:g} s"] * (noticed_s > most_s)
         late += [f"back after more than {BACK_WITHIN_S:g} s"] * (back_s > BACK_WITHIN_S)
-        return " and ".join(late) if self.drill.num_lost else ""
+        return " and ".join(late) if self.drill.num_lost or self.drill.how == "raise" else ""
 
 
 def _train(run: RunFolder, overrides: Sequence[str], *, resume: bool) -> str:

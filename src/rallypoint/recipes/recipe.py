@@ -49,6 +49,7 @@ from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
 from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts
 from rallypoint.sampling.recorded import Recorded, RecordedSource
@@ -80,6 +81,8 @@ class Setup:
     """What runs the agent that the config names, if it does."""
     recorded: Recorded | None = None
     """The run whose rollouts are taken instead of sampling; None samples."""
+    kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
+    """Groups that earlier starts have sampled."""
 
     @property
     def config(self) -> RunConfig:
@@ -121,6 +124,7 @@ class Setup:
             Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
             Watch(self.journal),
+            self.kept,
         )
 
     def examples(self) -> ExampleSource:

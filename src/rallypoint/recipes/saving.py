@@ -3,7 +3,9 @@
 Owns: what is saved when, and what of it is kept. Must not know: what a recipe's roles save, or why it is restored.
 
 A snapshot is a checkpoint that is not flushed to the disk: it outlives every process of the run, but no power cut.
-There is one at most, in `snapshots/`. What it costs is measured, and the next one waits for 33 times as long.
+There is one at most, in `snapshots/`. What it costs is measured, and the next one waits for 33 times as long; or, where
+losses are so frequent that this would lose more, for the square root of twice that cost and the time between losses
+(J. W. Young, 1974).
 
 A checkpoint that cannot be written ends no run: the next steps try again, until more than two intervals would be lost.
 """
@@ -246,6 +248,7 @@ class Saver:
         with contextlib.suppress(OSError):  # unless there is a newer one
             self.folder.snapshots.rmdir()
         self.setup.journal.append(CheckpointSaved(step=step, weights=weights, metrics=measured))
+        self.setup.kept.saved(step)
         self._outage.ends(f"the checkpoint of step {step} is saved")
 
     async def _snapshot(self, step: int) -> None:
@@ -254,7 +257,9 @@ class Saver:
         One that cannot be written is left out: a run that loses a process goes back further then.
         """
         config, began = self.setup.config, self.clock()
-        is_cheap = (began - self._since) * _MOST_OF_A_STEP >= self._snapshot_took_s
+        took_s, between_s = self._snapshot_took_s, self.setup.placement.supervisor.between_losses_s
+        pause_s = min(took_s / _MOST_OF_A_STEP, math.sqrt(2 * took_s * between_s)) if took_s else 0.0
+        is_cheap = began - self._since >= pause_s
         if not config.checkpoint.snapshots or config.cluster.runtime == "inline" or not is_cheap:
             return
         try:
@@ -267,6 +272,7 @@ class Saver:
         except (CheckpointError, OSError) as error:
             self._no_snapshot.lasts(error)
         else:
+            self.setup.kept.saved(step)
             self._no_snapshot.ends(f"the snapshot of step {step} is saved")
         self._since = self.clock()
         self._snapshot_took_s = self._since - began

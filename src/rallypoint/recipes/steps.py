@@ -8,18 +8,20 @@ made.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rallypoint import checkpoint
 from rallypoint.cluster import ResourcePoolManager, Runtime, at_step
 from rallypoint.display import Progress
+from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Grader, open_grader
-from rallypoint.errors import DivergedError, NoPlaceError, RallyError, WorkerDiedError, first_line
+from rallypoint.errors import AbandonedError, DivergedError, NoPlaceError, RallyError, WorkerDiedError, first_line
 from rallypoint.journal import InputsRead, Journal, PoolShrunk, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
@@ -42,7 +44,7 @@ from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles
-from rallypoint.sampling.group import AbandonedError
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.recorded import Recorded
 from rallypoint.sampling.source import RolloutSource
 from rallypoint.types import merge
@@ -188,7 +190,7 @@ class Steps:
         if step in self.setup.config.trainer.profiled:
             await self.setup.placement.profile(step)
         began_s = time.time()
-        with collect_spans() as spans, at_step(step):
+        with _blaming_weights(step), collect_spans() as spans, at_step(step):
             metrics = await self.recipe.train_step(step)
         memory, work = await self.setup.placement.measured()
         scalars = merge(metrics, memory).scalars()
@@ -218,7 +220,7 @@ class Steps:
         self._check_finite(step)
 
     def _check_finite(self, step: int) -> None:
-        """Say that an update was left out.
+        """Say that an update, or rollouts, were left out.
 
         Raises:
             DivergedError: that has happened in several steps in a row.
@@ -227,13 +229,17 @@ class Steps:
         self.num_not_finite = self.num_not_finite + 1 if roles else 0
         if not roles:
             return
-        path = self.saver.folder.path
-        what = f"step {step}: a loss or gradient of the {' and the '.join(roles)} was not finite"
-        self.journal.say(f"{what}; its update was left out (rally replay {path} --step {step} computes it again)")
+        path, learners = self.saver.folder.path, [role for role in roles if role != "rollout"]
+        what = f"step {step}: a loss or gradient of the {' and the '.join(learners)} was not finite"
+        left_out = f"its update was left out (rally replay {path} --step {step} computes it again)"
+        if not learners:
+            what = f"step {step}: logits were not finite while rollouts were sampled"
+            left_out = f"{self.newest[f'rollout/{NOT_FINITE}']:.0f} of them were left out"
+        self.journal.say(f"{what}; {left_out}")
         if self.num_not_finite == _MOST_NOT_FINITE:
             raise DivergedError(
-                f"{what}, for the {_MOST_NOT_FINITE}rd time in a row: lower {roles[0]}.optimizer.lr or its "
-                f"max_grad_norm, and go back with: rally train {path} --resume --from-step N",
+                f"{what}, for the {_MOST_NOT_FINITE}rd time in a row: lower {[*learners, 'actor'][0]}.optimizer.lr or "
+                f"its max_grad_norm, and go back with: rally train {path} --resume --from-step N",
                 step - _MOST_NOT_FINITE,
             )
 
@@ -246,7 +252,7 @@ class Steps:
 
     async def _validate(self, step: int) -> None:
         measured = None
-        with collect_spans() as spans, span("validate"):
+        with _blaming_weights(step), collect_spans() as spans, span("validate"):
             try:
                 measured = await self.recipe.validate()
             except AbandonedError as error:
@@ -258,6 +264,17 @@ class Steps:
             self.saver.validated(step, scalars)
             if self.recipe.validated is not None:
                 self.saver.rollouts.put(step, self.recipe.validated, "validation")
+
+
+@contextlib.contextmanager
+def _blaming_weights(step: int) -> Iterator[None]:
+    """Have the run go back before a step in which the logits of too many rollouts were not finite."""
+    try:
+        yield
+    except TooManyFailuresError as error:
+        if not error.is_not_finite:
+            raise
+        raise DivergedError(f"step {step}: {error}", max(0, step - 1)) from error
 
 
 @dataclasses.dataclass(slots=True)
@@ -283,6 +300,10 @@ class Starts:
     _placement: Placement | None = None
     _is_smaller: bool = False
     """Whether the pools are no longer those that have places."""
+    _kept: KeptGroups = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kept = KeptGroups.of(self.beginning.config, self.files)
 
     async def run(self) -> bool:
         """Do all steps; return whether they were done.
@@ -295,6 +316,7 @@ class Starts:
         first, supervisor, steps = self.beginning.first, Supervisor(self.journal), None
         saved = self.folder.checkpoints / checkpoint.checkpoint_name(first) if first else None
         shutil.rmtree(self.folder.snapshots, ignore_errors=True)  # of a run that was killed
+        await asyncio.to_thread(self._kept.read)
         while True:
             last = None
             try:
@@ -310,6 +332,7 @@ class Starts:
                 supervisor.lost(error)
             except DivergedError as error:
                 last = supervisor.diverged(error)
+                self._kept.only(())
             except NoPlaceError as error:
                 if steps is None:  # nothing was lost: it never had one
                     raise
@@ -343,7 +366,9 @@ class Starts:
         self._placement = Placement(
             config, self.runtime, self.pools, material.model_path, self.shared, where, supervisor
         )
-        setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded)
+        if saved is None and config.rollout.max_staleness:  # on other weights, and no `Resumed` would say so
+            self._kept.only(())
+        setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded, self._kept)
         recipe = await page_of(config).create(setup)
         record = await self.recording
         self.journal.append(InputsRead(files=record.inputs))

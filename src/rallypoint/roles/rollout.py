@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
-from rallypoint.errors import GenerationError, RequestError, WeightsMismatchError
+from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
@@ -92,7 +92,7 @@ class RolloutWorker(LeaseHolder):
 
         Raises:
             WeightsMismatchError: this rank does not hold the expected version of the weights.
-            RallyError: a request failed for a reason other than its engine, such as logits that are not finite.
+            RallyError: a request failed for a reason other than its engine or its logits.
         """
         if not asked.new and not self._engine.has_work:
             return SliceResult()
@@ -112,7 +112,7 @@ class RolloutWorker(LeaseHolder):
             done = self._training.sample(until_one_ends=True, num_steps=asked.num_steps)
             done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
             for error in (output.error for output in done.outputs):
-                if error is not None and not isinstance(error, GenerationError | RequestError):
+                if error is not None and not isinstance(error, GenerationError | NotFiniteError | RequestError):
                     raise error
             if_it_fails.pop_all()
         if not self._engine.has_work:

@@ -7,7 +7,7 @@ process that died or hung is made again. An error that a worker raised is the us
 |---|---|
 | a process whose node its owner took back, with notice | always |
 | a process that was sent SIGTERM | twice in the same call, until a further step is done |
-| any other | ten times an hour; twice in the same call, until a further step is done |
+| any other | ten an hour, or while most of the time goes into steps; twice in the same call, until a further step |
 
 It also decides whether a run goes back to a checkpoint after numbers that were not finite: once.
 """
@@ -15,13 +15,14 @@ It also decides whether a run goes back to a checkpoint after numbers that were 
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rallypoint.errors import DivergedError, WorkerDiedError, first_line
 from rallypoint.journal import Entry, Journal, RoleLost, RolesRestarted, StepDone
 
-_MOST_AN_HOUR, _HOUR_S = 10, 3600.0
+_MOST_AN_HOUR, _HOUR_S, _LEAST_USEFUL = 10, 3600.0, 0.5
 _MOST_IN_ONE_CALL = 2
 """Losses in one call of a rank that a run goes on after without a further step: a third has its cause there."""
 
@@ -37,7 +38,10 @@ class Supervisor:
             clock: seconds that never go back.
         """
         self._journal, self._clock = journal, clock
-        self._noticed = collections.deque[float](maxlen=_MOST_AN_HOUR + 1)
+        self._noticed = collections.deque[tuple[float, float]](maxlen=_MOST_AN_HOUR + 1)
+        """When losses were noticed, and the seconds of steps until then."""
+        self._useful_s = 0.0
+        """Seconds of all steps, each once."""
         self._calls: collections.Counter[tuple[str, int, str]] = collections.Counter()
         self._away_since: float | None = None
         self._has_gone_back = False
@@ -47,7 +51,14 @@ class Supervisor:
     def _hear(self, entry: Entry) -> None:
         if isinstance(entry.event, StepDone) and entry.event.step > self._step:  # not one that is done again
             self._step = entry.event.step
+            self._useful_s += entry.event.seconds
             self._calls.clear()
+
+    @property
+    def between_losses_s(self) -> float:
+        """Seconds from one loss to the next, of the newest ones; infinite before there were two."""
+        num = len(self._noticed)
+        return math.inf if num < 2 else (self._clock() - self._noticed[0][0]) / num
 
     def lost(self, error: WorkerDiedError) -> None:
         """Record that a process was lost; return if the run may go on.
@@ -58,7 +69,7 @@ class Supervisor:
         now, call = self._clock(), (error.role, error.rank, error.call)
         is_taken = error.is_preempted or error.is_terminated
         if not is_taken:
-            self._noticed.append(now)
+            self._noticed.append((now, self._useful_s))
         if not error.is_preempted:
             self._calls[call] += 1
         self._away_since = now if self._away_since is None else self._away_since
@@ -69,9 +80,14 @@ class Supervisor:
             )
             error.is_final = True
             raise error
-        if not is_taken and len(self._noticed) > _MOST_AN_HOUR and now - self._noticed[0] < _HOUR_S:
-            self._journal.say(f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour")
-            raise error
+        if not is_taken and len(self._noticed) > _MOST_AN_HOUR:
+            passed_s, useful_s = now - self._noticed[0][0], self._useful_s - self._noticed[0][1]
+            if passed_s < _HOUR_S and useful_s <= _LEAST_USEFUL * passed_s:
+                self._journal.say(
+                    f"the run ends: more than {_MOST_AN_HOUR} processes were lost within an hour, and less than half "
+                    "of the time since the first went into further steps"
+                )
+                raise error
         what = first_line(error).partition(": ")[0]  # the rest is in the event
         why = ", as its owner took it back" if is_taken else ""
         self._journal.say(f"{what}{why}; it is started again")

@@ -4,12 +4,14 @@ Owns: which events of a journal count. Must not know: how calls are repeated (`s
 read before anything is started.
 
 Every start has its config (`RunBegan`) and the ranks that sample (`WeightsLoaded`). One that goes on from a checkpoint
-has the prompts that were done (`Resumed`), and what was sent after the weights of that checkpoint counts no more.
+has the prompts that were done (`Resumed`), and what was sent after the weights of that checkpoint counts no more; if it
+has taken groups over, what was sent after the next weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -103,9 +105,24 @@ class RecordedSchedule:
         """Ranks that sample."""
         return self.origins[0].num_ranks
 
+    @property
+    def loads(self) -> list[int]:
+        """Version of the weights of each load, but for those that a start began with that went on."""
+        before = zip((None, *self.events), self.events, strict=False)
+        return [one.version for last, one in before if isinstance(one, WeightsLoaded) and not isinstance(last, Resumed)]
+
+    def why_not_with(self, here: Origin) -> str | None:
+        """Return why no one run can do what this one has done and then go on as it does here; None if it can."""
+        found = [each for origin in self.origins for each in here.differences(origin, "was")]
+        return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
+
     @classmethod
-    def read(cls, path: Path) -> RecordedSchedule:
+    def read(cls, path: Path, resumed: Resumed | None = None) -> RecordedSchedule:
         """Read it from the journal of a run.
+
+        Args:
+            path: of the journal.
+            resumed: with which it is about to go on.
 
         Raises:
             ScheduleError: it is missing or damaged, or has no beginning.
@@ -115,7 +132,8 @@ class RecordedSchedule:
         if not path.is_file():
             raise ScheduleError(f"{named} cannot be read (no such file); {expected}")
         try:
-            kept = _kept(entry.event for entry in read_journal(path))
+            more = () if resumed is None else (resumed,)
+            kept = _kept(itertools.chain((entry.event for entry in read_journal(path)), more))
         except RunFolderError as error:
             raise ScheduleError(f"{named} cannot be read ({error}); {expected}") from error
         origins = tuple(_origins(kept))
@@ -157,12 +175,23 @@ def _kept(events: Iterator[Event]) -> list[Event]:
             case RunBegan():
                 began = event
             case Resumed() if began is not None:
-                kept = [*kept[: _loaded_after(kept, event)], began, event]
+                kept = [*_before(kept, event), began, event]
             case SliceSent() | WeightsLoaded() | BatchTaken() | RolloutFailed():
                 kept.append(event)
             case _:
                 pass
     return kept
+
+
+def _before(kept: Sequence[Event], resumed: Resumed) -> list[Event]:
+    """Return what counts of what happened before a start that went on."""
+    if not resumed.kept:
+        return [*kept[: _loaded_after(kept, resumed)]]
+    again = [at for at, one in enumerate(kept) if isinstance(one, Resumed) and one.step == resumed.step]
+    loads = [at for at, one in enumerate(kept) if isinstance(one, WeightsLoaded)]
+    begin = next((at + 1 for at in loads if at > again[-1]), len(kept)) if again else _loaded_after(kept, resumed)
+    end = next((at for at in loads if at >= begin), len(kept))
+    return [*kept[:begin], *(one for one in kept[begin:end] if isinstance(one, SliceSent | RolloutFailed))]
 
 
 def _loaded_after(kept: Sequence[Event], resumed: Resumed) -> int:
@@ -186,7 +215,7 @@ def _failed(kept: Sequence[Event]) -> list[dict[FailureName, RolloutFailed]]:
     for event in kept:
         if isinstance(event, Resumed):
             found.append({})
-        elif isinstance(event, RolloutFailed) and event.why != "engine":
+        elif isinstance(event, RolloutFailed) and event.why not in ("engine", "nonfinite"):
             found[-1][event.prompt, event.sample, event.validation] = event
     return found
 

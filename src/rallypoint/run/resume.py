@@ -23,10 +23,9 @@ import yaml
 from rallypoint import checkpoint
 from rallypoint.config import RunConfig, shown
 from rallypoint.errors import CheckpointError, ResumeError, UnusableCheckpointError
-from rallypoint.journal import CheckpointSaved, read_journal
+from rallypoint.journal import CheckpointSaved
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.record import Inputs, Record, made_inputs
-from rallypoint.run.waste import sampled_again
 
 _RULES: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("resume.yaml").read_text(encoding="utf-8"))
 _SAME: dict[str, str] = _RULES["refused"]
@@ -198,8 +197,6 @@ class Beginning:
         aside = [] if from_step is None else checkpoint.set_aside(folder.checkpoints, found.first)
         names = ", ".join(path.name for path in aside)
         more = (f"going on from step {found.first}; set aside: {names}",) if aside else ()
-        if config.rollout.max_staleness and (num := sampled_again(read_journal(folder.journal), found.first)):
-            more = (*more, f"{num:,} tokens of groups that were finished after step {found.first} are sampled again")
         return dataclasses.replace(found, notes=(*more, *found.notes), adopted=adopted)
 
     @classmethod

@@ -4,6 +4,7 @@ Owns: how much room the files take. Must not know: their columns (`step_rollouts
 
     rollouts/step_000040.parquet          a row for each rollout of step 40: its batch in order, then what was replaced
     rollouts/validation_000040.parquet    those of the validation after it
+    rollouts/ahead/00000321.json          prompt 321, sampled ahead: what a run that is killed need not sample again
 
 Consumes: the rollouts of a step. Produces: its file, whole or not at all. Waits for: steps. Unblocked by: `put`,
 `close`. A file that cannot be written is left out and named, and the run goes on: no weight depends on it.
@@ -20,11 +21,12 @@ old, about every n/8-th stays, if eight of the newest have room.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -75,6 +77,7 @@ class RolloutFiles:
             num_free: bytes that are free on the disk of a folder.
         """
         self._folder, self._max_bytes = folder / "rollouts", max_gib * _GIB
+        self._ahead = self._folder / "ahead"
         self._journal, self._num_free = journal, num_free
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock, self._num_waiting = threading.Lock(), 0
@@ -109,6 +112,38 @@ class RolloutFiles:
 
         self._jobs.put(write)
 
+    def keep(self, index: int, write: Callable[[], str]) -> None:
+        """Have a group that no step was trained on written, and return at once."""
+        if self._max_bytes:
+            self._jobs.put(lambda: self._keep(self._ahead / f"{index:08d}.json", write))
+
+    def _keep(self, file: Path, write: Callable[[], str]) -> None:
+        try:
+            self._ahead.mkdir(parents=True, exist_ok=True)
+            if self._num_free(self._ahead) >= _RESERVE:
+                file.with_suffix(".part").write_text(write(), encoding="utf-8")
+                file.with_suffix(".part").replace(file)
+        except OSError as error:
+            self._tell("ahead", f"{explain(file, error)}; after a kill it is sampled again")
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """Have groups that were kept removed."""
+        for index in indices:
+            self._jobs.put(lambda file=self._ahead / f"{index:08d}.json": self._remove(file))
+
+    def _remove(self, file: Path) -> None:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+    def kept(self) -> dict[int, str]:
+        """Return the groups that were kept, by the index of their prompt."""
+        self.flush()
+        found = dict[int, str]()
+        for file in sorted(self._ahead.glob("*.json")):
+            with contextlib.suppress(OSError):
+                found[int(file.stem)] = file.read_text(encoding="utf-8", errors="replace")
+        return found
+
     def flush(self, timeout_s: float = _PATIENCE_S) -> None:
         """Wait until all that was put is written, so that a checkpoint has no step without its rollouts."""
         done = threading.Event()
@@ -120,6 +155,8 @@ class RolloutFiles:
         """Write what is left, and end the thread."""
         self._jobs.put(None)
         self._thread.join(_PATIENCE_S)
+        with contextlib.suppress(OSError):  # unless groups are left
+            self._ahead.rmdir()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -27,6 +27,7 @@ from rallypoint.journal import (
     Entry,
     GroupDropped,
     GroupScored,
+    Resumed,
     RolesStarted,
     RolloutFailed,
     RunBegan,
@@ -94,6 +95,10 @@ class _Start:
     """Steps and seconds of validations and checkpoints."""
     groups: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
     """Tokens of each prompt that is scored, and in no batch yet."""
+    scored: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    """Tokens of each prompt that is scored."""
+    kept: Sequence[int] = ()
+    """Prompts whose groups it took over from the start before."""
     costs: dict[tuple[str, int], list[int]] = dataclasses.field(
         default_factory=lambda: defaultdict[tuple[str, int], list[int]](list)
     )
@@ -112,6 +117,9 @@ class _Start:
                 self.start_s, self.done_s = metrics.get(TIME_PREFIX + START, 0.0), entry.time_s
             case GroupScored(validation=None, prompt=prompt, turns=turns):
                 self.groups[prompt] = sum(length for *_, spans, _ in turns for _, length in spans)
+                self.scored[prompt] = self.groups[prompt]
+            case Resumed(kept=kept):
+                self.kept = kept
             case GroupDropped(prompt=prompt, why=why):
                 cause = "replaced" if why == NO_SIGNAL else "given up"
                 self.costs[cause, self.step].append(self.groups.pop(prompt, 0))
@@ -169,10 +177,14 @@ class _Start:
             for cause, seconds in zip(_WAITS, waits, strict=True):
                 yield Waste(cause, 0, "", 0, seconds)
 
-    def done_again(self, last: int) -> Waste:
-        """Return what was done after step `last`, and will be done again."""
+    def taken_over(self, kept: Sequence[int]) -> int:
+        """Return the tokens of its groups that a later start has taken over."""
+        return sum(self.scored.get(prompt, 0) for prompt in kept)
+
+    def done_again(self, last: int, kept: Sequence[int]) -> Waste:
+        """Return what was done after step `last`, and will be done again, without the groups that are kept."""
         steps = [step for step in self.steps if step > last]
-        tokens = sum(map(self.sampled, steps)) + sum(self.groups.values())
+        tokens = sum(map(self.sampled, steps)) + sum(self.groups.values()) - self.taken_over(kept)
         seconds = sum(self.steps[step].seconds for step in steps) + self.ended_s - self.done_s
         return Waste("done again", len(steps), "step", tokens, seconds + sum(s for at, s in self.between if at > last))
 
@@ -188,8 +200,10 @@ def account(entries: Iterable[Entry]) -> Account:
     for place, start in enumerate(starts):
         later = [other.began.first for other in starts[place + 1 :]]
         last = min(later, default=max(start.steps, default=0))
+        kept = starts[place + 1].kept if later else ()
         tokens += sum(map(start.sampled, start.steps)) + (sum(start.groups.values()) if later else 0)
-        wastes = [*start.wastes(last), *([start.done_again(last)] if later else [])]
+        tokens -= start.taken_over(kept)
+        wastes = [*start.wastes(last), *([start.done_again(last, kept)] if later else [])]
         if place:
             wastes.append(Waste("started again", 1, "start", 0, start.start_s))
         for waste in wastes:
@@ -199,15 +213,14 @@ def account(entries: Iterable[Entry]) -> Account:
     return Account(seconds, tokens, tuple(sorted(wastes, key=lambda waste: -waste.seconds)))
 
 
-def sampled_again(entries: Iterable[Entry], first: int) -> int:
-    """Return the tokens of finished groups that the newest start has, and one that goes on from step `first` has not.
+def sampled_again(entries: Iterable[Entry]) -> int:
+    """Return the tokens of finished groups that the start before the newest has, and the newest has not taken over.
 
     Args:
         entries: of a whole journal, oldest first.
-        first: step that the run goes on from.
     """
-    starts = _starts(entries)
-    return starts[-1].done_again(first).tokens if starts else 0
+    *_, before, newest = [None, None, *_starts(entries)]
+    return 0 if before is None or newest is None else before.done_again(newest.began.first, newest.kept).tokens
 
 
 def _starts(entries: Iterable[Entry]) -> list[_Start]:

@@ -27,7 +27,7 @@ from rallypoint.environments.chat import Chat, Messages, said_in
 from rallypoint.environments.environment import Prompt, PromptEpisode
 from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
-from rallypoint.errors import EpisodeError, GenerationError, RequestError, RowFullError
+from rallypoint.errors import EpisodeError, GenerationError, NotFiniteError, RequestError, RowFullError
 from rallypoint.generation import Output, Request, SamplingParams, as_turn
 from rallypoint.generation.protocol import RequestSampler, is_whole
 from rallypoint.journal import RolloutFailed
@@ -276,7 +276,7 @@ class EpisodeClient:
         try:
             with time.paused():
                 outputs = await self._terms.sampler.sample(request, self._rank, deliver=deliver)
-        except GenerationError as error:
+        except (GenerationError, NotFiniteError) as error:
             self._engine_errors.append(error)
             raise
         except (Exception, asyncio.CancelledError) as error:

@@ -90,7 +90,7 @@ def failure_of(error: BaseException, *, is_of_engine: bool) -> EpisodeFailed:
         is_of_engine: whether its client raised it, as the engine failed.
     """
     kind = failure_kind_of(error, is_of_engine=is_of_engine)
-    if kind in ("overlong", "engine"):
+    if kind in ("overlong", "engine", "nonfinite"):
         return EpisodeFailed(kind, str(error))
     said = first_line(error)
     if kind != "malformed":

@@ -21,12 +21,15 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.types import Trajectory
+
+ResultT = TypeVar("ResultT")
 
 _HERE = os.path.dirname(__file__)
 _OURS = str(Path(__file__).parents[1])
@@ -235,3 +238,13 @@ def blocking_frame(frame: FrameType | None) -> FrameType | None:
 
 def _is_of_a_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, "<")) and not file.startswith(_OURS)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Return what all give; an error of one gives the others up."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -28,23 +28,20 @@ from rallypoint.environments.failures import RolloutFailure, check_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scored import SampledGroup, ScoredGroup
 from rallypoint.environments.scoring import Scoring
-from rallypoint.errors import RallyError
+from rallypoint.errors import AbandonedError, RallyError
 from rallypoint.generation import SamplingParams
 from rallypoint.journal import Journal, TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
-from rallypoint.sampling.episode_task import leave_for_good
+from rallypoint.sampling.episode_task import leave_for_good, together
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.timekeeper import Timekeeper, failed_event, scored_event, turns_of
 from rallypoint.types import Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
-
-
-class AbandonedError(RallyError):
-    """A step was abandoned after an interruption; it is done again when the run goes on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +131,7 @@ class InFlight:
         rewards: Rewards,
         episode: Episode,
         watch: Watch,
+        kept: KeptGroups,
     ) -> None:
         """Begin without groups.
 
@@ -144,6 +142,7 @@ class InFlight:
             rewards: what scores rollouts.
             episode: how a rollout comes about.
             watch: who is told what is waited for.
+            kept: groups that were sampled before, and are only scored.
         """
         self.groups: dict[int, GroupInFlight] = {}
         """Those of training; validation has its own."""
@@ -158,7 +157,7 @@ class InFlight:
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
-        self._terms = Terms.of(config, mailbox, tokenizer)
+        self._terms, self._kept = Terms.of(config, mailbox, tokenizer), kept
 
     def admit(self, prompts: Mapping[int, Prompt], params: SamplingParams, num_places: int | None) -> None:
         """Have prompts of training sampled and scored; see `begin`."""
@@ -227,7 +226,12 @@ class InFlight:
     def _end(self, group: GroupInFlight, scored: ScoredGroup) -> None:
         if not group.scored.done():
             group.scored_s = self._watch.now()
-            self._watch.journal.append(scored_event(group, group.batch.validation))
+            try:
+                self._watch.journal.append(scored_event(group, group.batch.validation))
+            except RallyError as error:  # nobody awaits a callback
+                group.scored.set_exception(error)
+                self.end_if_it_failed(group.scored)
+                return
             group.scored.set_result(scored)
             self.scored.put_nowait(group)
 
@@ -235,13 +239,11 @@ class InFlight:
         self, place: int, prompt: Prompt, clients: Sequence[EpisodeClient], batch: AdmittedBatch
     ) -> SampledGroup:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
-        episodes = [asyncio.create_task(client.rollout(self._episode)) for client in clients]
-        try:
-            found = await asyncio.gather(*episodes)
-        finally:
-            for episode in episodes:
-                episode.cancel()
         params, index = clients[0].params, clients[0].prompt_index
+        if (found := self._kept.get(index) if batch.validation is None else None) is None:
+            found = await together(client.rollout(self._episode) for client in clients)
+            if batch.validation is None:
+                self._kept.put(index, found)
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
         failures = [one for one in found if isinstance(one, RolloutFailure)]
         self._watch.journal.append(*(failed_event(failure, batch.validation) for failure in failures))

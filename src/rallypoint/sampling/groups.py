@@ -114,8 +114,8 @@ class Groups:
         self._in_flight: dict[int, None] = {}  # an ordered set, as the next one
         self._complete: dict[int, None] = {}
         self._picked: list[int] = []
-        self._versions: list[int] = []
-        """The newest S+1 versions that were loaded; a token may be as old as the first of them."""
+        self.loads: list[int] = []
+        """Version of each of the newest S+1 loads; a token may be as old as the first of them."""
 
     @property
     def done(self) -> PromptsDone:
@@ -141,7 +141,7 @@ class Groups:
 
     def loaded(self, version: int) -> None:
         """Note that the ranks have new weights, which were trained on all groups taken so far."""
-        self._versions = [*self._versions, version][-1 - self._max_staleness :]
+        self.loads = [*self.loads, version][-1 - self._max_staleness :]
         self._num_released = self.num_taken
 
     def admit(self) -> list[int]:
@@ -208,7 +208,7 @@ class Groups:
 
     def age(self, version: int) -> int:
         """Return how many loads there were after these weights; 0 for the newest."""
-        return sum(loaded > version for loaded in self._versions)
+        return sum(loaded > version for loaded in self.loads)
 
     def _end(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -221,10 +221,10 @@ class Groups:
             self._oldest += 1
 
     def _check(self, index: int, oldest: int | None) -> None:
-        if oldest is not None and oldest < self._versions[0]:
+        if oldest is not None and oldest < self.loads[0]:
             raise StalenessError(
-                f"prompt {index} was sampled from version {oldest}; the newest is {self._versions[-1]}, and with "
-                f"max_staleness {self._max_staleness} the oldest allowed is {self._versions[0]}"
+                f"prompt {index} was sampled from version {oldest}; the newest is {self.loads[-1]}, and with "
+                f"max_staleness {self._max_staleness} the oldest allowed is {self.loads[0]}"
             )
 
 

@@ -24,10 +24,21 @@ from typing import TypeAlias
 from rallypoint.config import RunConfig
 from rallypoint.errors import ScheduleError
 from rallypoint.generation import Request
-from rallypoint.journal import Event, Journal, Resumed, RolloutFailed, SliceSent, WeightsLoaded, WeightsPublished
+from rallypoint.journal import (
+    Event,
+    Journal,
+    Resumed,
+    RolloutFailed,
+    SliceSent,
+    WeightsLoaded,
+    WeightsPublished,
+    read_journal,
+)
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
-from rallypoint.run.recorded_schedule import FailureName, Origin, RecordedSchedule, listed
+from rallypoint.run.recorded_schedule import FailureName, Origin, RecordedSchedule
+from rallypoint.run.waste import sampled_again
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.kept import GoneOn
 
 Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
@@ -82,31 +93,37 @@ class Recorder:
             is_ahead: whether slices are written; what samples and trains in turns is repeated without them.
         """
         self._journal, self._origin, self._seed, self._is_ahead = journal, origin, seed, is_ahead
-        self._sent: collections.deque[list[Event]] = collections.deque()
-        """Calls that have not been written, in their order; those that have not returned are empty."""
+        self._sent: list[tuple[bool, list[Event]]] = []
+        """Calls that are to be written, in their order, and whether each is a load; empty until it has returned."""
         self._published = ""
         """Digest of the newest weights."""
 
-    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
-        """Go on after a step; what was sampled after weights of that version had been loaded is sampled again."""
-        self._journal.append(Resumed(step=step, version=version, done=dataclasses.asdict(done)))
-        if self._is_ahead and (why := self._why_not_again()):
-            self._journal.say(f"rollout.schedule cannot repeat this run, as it {why}")
+    def go_on(self, step: int, version: int, done: PromptsDone, kept: Sequence[int]) -> GoneOn:
+        """Go on after a step; what was sampled since is sampled again, but for the groups that were kept.
 
-    def _why_not_again(self) -> str | None:
-        """Return why no one run can do what this one has done and then go on as it does; None if it can."""
-        try:
-            before = RecordedSchedule.read(self._journal.path).origins
-        except ScheduleError:
-            return "has not sampled ahead from its start"
-        found = [each for origin in before for each in self._origin.differences(origin, "was")]
-        return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
+        None is kept of a run that goes on with another config.
+        """
+        resumed = Resumed(step=step, version=version, done=dataclasses.asdict(done), kept=kept)
+        loads = list[int]()
+        if self._is_ahead:
+            try:
+                before = RecordedSchedule.read(self._journal.path, resumed)
+                loads, why = before.loads, before.why_not_with(self._origin)
+            except ScheduleError:
+                why = "has not sampled ahead from its start"
+            if why:
+                resumed = dataclasses.replace(resumed, kept=())
+                self._journal.say(f"rollout.schedule cannot repeat this run, as it {why}")
+        self._journal.append(resumed)
+        if num := sampled_again(read_journal(self._journal.path)):
+            self._journal.say(f"{num:,} tokens of groups that were finished after step {step} are sampled again")
+        return GoneOn(resumed.kept, loads[:-1])
 
     async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
         """Send what a rank is asked and write down what became of it."""
         if not self._is_ahead:
             return await send(asked)
-        async with self._writing() as written:
+        async with self._writing(is_load=False) as written:
             done = await send(asked)
             if asked.new or done.num_steps:
                 new = pack([name_of(request, self._seed) for _, request in asked.new])
@@ -120,23 +137,28 @@ class Recorder:
 
     async def load(self, version: int, load: Load) -> None:
         """Load weights and write it down."""
-        async with self._writing() as written:
-            digest = await load()
-            digest = self._published if digest is None else digest
+        async with self._writing(is_load=True) as written:
+            digest = self._published if (loaded := await load()) is None else loaded
             written.append(WeightsLoaded(version=version, num_ranks=self._origin.num_ranks, digest=digest))
 
     @contextlib.asynccontextmanager
-    async def _writing(self) -> AsyncIterator[list[Event]]:
-        """Write what the block puts into the list, after all that was sent before."""
+    async def _writing(self, *, is_load: bool) -> AsyncIterator[list[Event]]:
+        """Write what the block puts into the list, before its caller goes on, unless weights are being loaded.
+
+        A load is written after all that was sent before it, and before all that was sent after it.
+        """
         written: list[Event] = []
-        self._sent.append(written)
+        self._sent.append((is_load, written))
         try:
             yield written
         finally:
-            if not written:  # it has failed, or there is nothing to write; others may look like it
-                self._sent = collections.deque(one for one in self._sent if one is not written)
-            while self._sent and self._sent[0]:
-                self._journal.append(*self._sent.popleft())
+            # What has failed leaves no line, and neither does what has nothing to write.
+            found, self._sent = [one for one in self._sent if one[1] or one[1] is not written], []
+            for of_load, events in found:
+                if not events or any(before for before, _ in self._sent) or (of_load and self._sent):
+                    self._sent.append((of_load, events))
+                else:
+                    self._journal.append(*events)
 
 
 class ScheduleReplay:
@@ -234,23 +256,27 @@ class ScheduleReplay:
         if self._takes:
             self._takes.popleft()
 
-    def resumes_after(self, step: int) -> bool:
-        """Whether the run went on from a checkpoint of this step: what was under way is sampled again."""
-        return bool(self._events) and isinstance(first := self._events[0], Resumed) and first.step == step
+    async def resumed_after(self, step: int) -> Resumed | None:
+        """Return how the run went on from a checkpoint of this step, once all is sent that was sent before; or None."""
+        ahead = next((one for one in self._events if not isinstance(one, SliceSent)), None)
+        if not isinstance(ahead, Resumed) or ahead.step != step:
+            return None
+        while self._events[0] is not ahead:
+            await self._change("requests that end before")
+        return ahead
 
-    def resume(self) -> PromptsDone:
-        """Go on there, and return the prompts that were done.
+    def resume(self) -> None:
+        """Go on there.
 
         The first that happened was that the weights of the checkpoint were loaded; here they are.
         """
         resumed = self._events.popleft()
-        assert isinstance(resumed, Resumed), "see resumes_after"
+        assert isinstance(resumed, Resumed), "see resumed_after"
         self._failed.popleft()
         if self._events and isinstance(self._events[0], WeightsLoaded):
             self._events.popleft()
         for each in (*self._arrived, *self._cancelled):
             each.clear()
-        return PromptsDone.read(resumed.done)
 
     def failure_of(self, name: FailureName) -> RolloutFailed | None:
         """Return how a rollout failed; None if it did not."""
@@ -360,8 +386,8 @@ class Schedule:
         if self.replay is not None:
             self.replay.wake()
 
-    def go_on(self, step: int, version: int, done: PromptsDone) -> None:
-        """Record that the run goes on after a step, with weights of that version and those prompts done.
+    def go_on(self, step: int, version: int, done: PromptsDone, kept: Sequence[int]) -> GoneOn:
+        """Record that the run goes on after a step, with weights of that version and those prompts done or kept.
 
         Raises:
             ScheduleError: it repeats a schedule, whose rollouts of the next steps were begun with older weights.
@@ -371,5 +397,4 @@ class Schedule:
                 f"rollout.schedule cannot continue after step {step}: rollouts of the next steps were begun "
                 "with weights that are gone; start over with --resume --from-step 0, or set rollout.schedule=null"
             )
-        if self.recorder is not None:
-            self.recorder.go_on(step, version, done)
+        return GoneOn(kept) if self.recorder is None else self.recorder.go_on(step, version, done, kept)

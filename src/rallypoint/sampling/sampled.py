@@ -20,6 +20,7 @@ from rallypoint.config import RunConfig
 from rallypoint.data import Example, special_ids
 from rallypoint.environments.failures import ROLLOUT_FAILURE_KINDS, RolloutFailure
 from rallypoint.environments.scored import Scored
+from rallypoint.roles.learner import NOT_FINITE
 from rallypoint.roles.publishing import Subscriber
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone
@@ -104,6 +105,8 @@ class Measuring:
         measured = measure(rollouts.rows, scored, num_failed=len(failures), is_shown=self.is_shown)
         if self.has_episode:
             measured = merge(measured, measure_episodes(episodes, failures))
+        if wild := sum(one.kind == "nonfinite" for one in failures):
+            measured = merge(measured, Metrics({f"rollout/{NOT_FINITE}": Sum(wild)}))
         if self.is_dynamic:
             measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
         if 1 < self.num_sources <= _MOST_SOURCES:

@@ -32,6 +32,7 @@ from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts, TrainingPrompts
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
@@ -50,7 +51,14 @@ class RolloutSource:
     """Admits prompts and returns them as sampled and scored batches."""
 
     def __init__(
-        self, config: RunConfig, mailbox: Mailbox, prompts: Prompts, rewards: Rewards, episode: Episode, watch: Watch
+        self,
+        config: RunConfig,
+        mailbox: Mailbox,
+        prompts: Prompts,
+        rewards: Rewards,
+        episode: Episode,
+        watch: Watch,
+        kept: KeptGroups,
     ) -> None:
         """Begin without groups.
 
@@ -61,14 +69,15 @@ class RolloutSource:
             rewards: what scores rollouts.
             episode: how a rollout comes about.
             watch: who is told what is waited for.
+            kept: groups of an earlier start.
         """
         self.mailbox = mailbox
         self.newest: StepRollouts | None = None
         """Rollouts of the newest batch."""
         self.validated: StepRollouts | None = None
         """Rollouts of the newest validation."""
-        self._config, self._prompts, self._rewards, self._watch = config, prompts, rewards, watch
-        self._in_flight = InFlight(config, mailbox, prompts.tokenizer, rewards, episode, watch)
+        self._config, self._prompts, self._rewards, self._watch, self._kept = config, prompts, rewards, watch, kept
+        self._in_flight = InFlight(config, mailbox, prompts.tokenizer, rewards, episode, watch, kept)
         self._dropped: dict[int, GroupInFlight] = {}
         """Groups that were dropped, and that no step has counted yet."""
         self._is_complete = asyncio.Event()
@@ -111,9 +120,12 @@ class RolloutSource:
         )
 
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
-        """Go on after a step, with weights of a version."""
+        """Go on after a step, with weights of a version, and with the groups that were finished."""
         self.done = done
-        self.mailbox.schedule.go_on(step, version, done)
+        found = self.mailbox.schedule.go_on(step, version, done, self._kept.go_on(step, done))
+        self._kept.only(found.kept)
+        for loaded in found.loads:
+            self._groups.loaded(loaded)
 
     @property
     def num_admitted(self) -> int:
@@ -123,6 +135,11 @@ class RolloutSource:
     @num_admitted.setter
     def num_admitted(self, num_prompts: int) -> None:
         self.done = PromptsDone(num_prompts, num_prompts)
+
+    @property
+    def _num_steps(self) -> int:
+        """Number of steps that have their batch."""
+        return self._groups.num_taken // self._config.rollout.num_prompts
 
     @property
     def role(self) -> Rollouts:
@@ -140,6 +157,7 @@ class RolloutSource:
 
     def announce(self, version: int, digest: str) -> None:
         """See `Subscriber`."""
+        self._kept.published(self._num_steps)
         self.mailbox.announce(version, digest)
 
     async def load(self, version: int, published: Path | None = None) -> None:
@@ -172,8 +190,8 @@ class RolloutSource:
         if self._train.num_in_epoch is not None:
             counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._train.num_in_epoch)}))
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
-        step, busy_s = self._groups.num_taken // rollout.num_prompts, self.mailbox.take_busy_s()
-        event, idle = times.taken(step, groups, busy_s, self._watch.now())
+        self._kept.taken(self._num_steps, [*taken, *(group.index for group in replaced)])
+        event, idle = times.taken(self._num_steps, groups, self.mailbox.take_busy_s(), self._watch.now())
         self._watch.journal.append(event)
         if rollout.max_staleness:
             aged = sampled.aged(self._groups.age, keeps=rollout.on_load == "keep")
@@ -198,8 +216,8 @@ class RolloutSource:
             seed=self._config.seed + _VALIDATION_STREAM,
             temperature=self._config.validation.temperature,
         )
-        step = self.num_admitted // self._config.rollout.num_prompts
-        groups = self._in_flight.begin(prompts, params, self._config.validation.num_samples, validation=step)
+        num_samples = self._config.validation.num_samples
+        groups = self._in_flight.begin(prompts, params, num_samples, validation=self._num_steps)
         sampled = await self._batch_of(groups)
         self.validated = sampled.rollouts
         return sampled
@@ -210,6 +228,8 @@ class RolloutSource:
             self._num_loads = self.mailbox.num_loads
             self._groups.loaded(self.mailbox.version)
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
+        if not self._config.rollout.max_staleness and not all(map(self._kept.get, admitted)):
+            self._kept.forget(admitted)  # what is sampled side by side depends on each other, unless it is exact
         for first in range(0, len(admitted), num_prompts):
             prompts = self._train.at(admitted[first : first + num_prompts])
             self._in_flight.admit(prompts, self._params, num_prompts if self._drops_ahead else None)
@@ -306,13 +326,21 @@ class RolloutSource:
         return bool(ended)
 
     async def _begin_again(self) -> None:
-        """Sample all running groups again where the run that wrote the schedule was killed and resumed."""
+        """Sample groups again where the run that wrote the schedule was killed and resumed, but for those it kept."""
         replay = self.mailbox.schedule.replay
-        if replay is None or not replay.resumes_after(self._groups.num_taken // self._config.rollout.num_prompts):
-            return
-        await self._in_flight.clear()
-        self.done = replay.resume()
-        self._groups.loaded(self.mailbox.version)
+        while replay is not None and (resumed := await replay.resumed_after(self._num_steps)) is not None:
+            there = self._in_flight.groups | self._dropped
+            if missing := set(resumed.kept) - there.keys():
+                raise ScheduleError(f"rollout.schedule has kept prompts {sorted(missing)}, which are not in flight")
+            kept, loads = [there[index] for index in resumed.kept], self._groups.loads
+            async with self._in_flight.unless_it_fails(kept):
+                await self._in_flight.sampled(kept)
+            await self._in_flight.clear()
+            replay.resume()
+            self.done = PromptsDone.read(resumed.done)
+            self._kept.only(resumed.kept)
+            for loaded in loads:
+                self._groups.loaded(loaded)
 
     async def _batch_of(self, groups: Sequence[GroupInFlight], replaced: Sequence[GroupInFlight] = ()) -> Sampled:
         """Wait until groups are sampled and scored; after an error nothing is left running.

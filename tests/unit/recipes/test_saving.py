@@ -1,6 +1,7 @@
 """When a checkpoint is saved, what a step waits for, and what is left if the rest of it fails."""
 
 import asyncio
+import math
 import shutil
 import types
 
@@ -12,6 +13,7 @@ from rallypoint.errors import CheckpointError
 from rallypoint.journal import CheckpointSaved, Journal, Said, read_journal
 from rallypoint.recipes.saving import Saver
 from rallypoint.run.folder import RunFolder
+from rallypoint.sampling.kept import KeptGroups
 
 
 class Recipe:
@@ -49,7 +51,7 @@ class Background:
 def saver(tmp_path):
     """Return a function that makes a saver."""
 
-    def make(background=None, every_s=None, keep_every=None, keep_best=False):
+    def make(background=None, every_s=None, keep_every=None, keep_best=False, between_losses_s=math.inf):
         run = RunFolder(tmp_path)
         settings = {"keep": 2, "keep_best": keep_best, "snapshots": True, "every_s": every_s, "keep_every": keep_every}
         config = types.SimpleNamespace(
@@ -58,7 +60,10 @@ def saver(tmp_path):
             cluster=types.SimpleNamespace(runtime="ray"),
         )
         material = types.SimpleNamespace(tokenizer=make_digits_tokenizer())
-        setup = types.SimpleNamespace(journal=Journal(run.journal), config=config, material=material)
+        placement = types.SimpleNamespace(supervisor=types.SimpleNamespace(between_losses_s=between_losses_s))
+        setup = types.SimpleNamespace(
+            journal=Journal(run.journal), config=config, material=material, placement=placement, kept=KeptGroups()
+        )
         files = types.SimpleNamespace(flush=lambda: None)
         kwargs = {} if background is None else {"in_background": background}
         return Saver(setup, Recipe(), Record(), run, files, **kwargs)
@@ -342,3 +347,23 @@ def test_what_a_snapshot_takes_is_kept_of_a_grace_period_before_the_first_checkp
         ]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("between_losses_s", "taken"), [(math.inf, [34]), (50.0, [10, 20, 30])])
+def test_the_next_snapshot_waits_until_it_costs_little_of_the_time_or_less_than_losses_do(
+    saver, between_losses_s, taken
+):
+    """One takes a second, 3 % of 33.3 s. With a loss each 50 s, one each sqrt(2 x 1 s x 50 s) = 10 s loses least."""
+
+    async def main():
+        one, now, found = saver(between_losses_s=between_losses_s), [0.0], []
+        one.clock, one._since, one._snapshot_took_s = lambda: now[0], 0.0, 1.0
+        for step in range(1, 40):
+            now[0], before = float(step), one._since
+            await one._snapshot(step)
+            if one._since != before:
+                found.append(step)
+                one._snapshot_took_s = 1.0
+        return found
+
+    assert asyncio.run(main()) == taken

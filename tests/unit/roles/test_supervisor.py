@@ -39,8 +39,12 @@ def test_a_loss_and_the_way_back_are_recorded_and_said_in_a_line_each(tmp_path):
     ]
 
 
-def done(step):
-    return StepDone(step=step, metrics={}, digests={}, seconds=1.0)
+def done(step, seconds=0.0):
+    return StepDone(step=step, metrics={}, digests={}, seconds=seconds)
+
+
+def every_30_s(num, useful_s):
+    return [each for step in range(1, num + 1) for each in (30.0 * step, death(step), done(step, useful_s))]
 
 
 TEN = [death(2, rank) for rank in range(10)]
@@ -52,6 +56,8 @@ LOSSES = {
     "validation after validation": ([event for step in range(1, 9) for event in (death(None), done(step))], None),
     "the eleventh within an hour": (TEN, death(1, 10)),
     "ten within an hour, and ten more": ([*TEN, 3601.0, *TEN], None),
+    "often, while most of the time goes into steps": (every_30_s(40, 16.0), None),
+    "often, while less than half does": ([*every_30_s(10, 14.0), 330.0], death(11)),
     "taken back, as often as it is": ([death(3, is_preempted=True)] * 40, None),
     "asked to end does not count": ([death(3, rank, is_terminated=True) for rank in range(30)] + TEN, None),
     "asked to end in one call for the third time": ([death(3, is_terminated=True)] * 2, death(3, is_terminated=True)),

@@ -8,6 +8,7 @@ from rallypoint.journal import (
     Entry,
     GroupDropped,
     GroupScored,
+    Resumed,
     RolesStarted,
     RolloutFailed,
     RunBegan,
@@ -102,6 +103,19 @@ def test_what_a_resume_does_again_counts_once_with_all_that_was_under_way_when_t
 
 def test_a_resume_samples_again_what_was_finished_and_not_saved():
     events = (began(), scored(1, 7), taken(1, 1), done(1, 7), scored(2, 9), taken(2, 2), done(2, 9), scored(3, 5, 6))
-    entries = [Entry(number, 0.0, event) for number, event in enumerate(events)]
-    assert [sampled_again(entries, first) for first in (0, 1, 2)] == [27, 20, 11]
-    assert sampled_again([], 0) == 0
+
+    def again(first, *kept):
+        resumed = Resumed(step=first, version=first, done={}, kept=kept)
+        whole = (*events, began(first=first), resumed)
+        return sampled_again(Entry(number, 0.0, event) for number, event in enumerate(whole))
+
+    assert [again(first) for first in (0, 1, 2)] == [27, 20, 11]
+    assert [again(1, 2, 3), again(2, 3)] == [0, 0], "groups that were taken over"
+    assert sampled_again([]) == sampled_again([Entry(0, 0.0, began())]) == 0
+
+
+def test_groups_that_a_later_start_takes_over_were_sampled_once():
+    resumed = Resumed(step=1, version=1, done={}, kept=(2,))
+    before = (began(), scored(1, 7), taken(1, 1), done(1, 7), scored(2, 9), taken(2, 2), done(2, 9), scored(3, 5))
+    whole, wastes = found(*before, began(first=1), resumed, scored(2, 9), taken(2, 2), done(2, 9), scored(3, 6))
+    assert (whole.tokens, wastes["done again"].tokens) == (7 + 5 + 9, 5)

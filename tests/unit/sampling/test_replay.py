@@ -35,8 +35,8 @@ BEGAN = RunBegan(first=0, config=ORIGIN.config, software={}, machine="")
 AGAIN = dataclasses.replace(BEGAN, first=1)
 
 
-def resumed(step, version=2):
-    return Resumed(step=step, version=version, done=DONE)
+def resumed(step, version=2, kept=()):
+    return Resumed(step=step, version=version, done=DONE, kept=[*kept])
 
 
 def load(version, num_ranks=1):
@@ -112,7 +112,7 @@ def test_calls_that_fail_or_do_nothing_are_not_written_and_hold_up_no_other(tmp_
         await asyncio.sleep(0)
         await recorder.send(1, SliceRequest(cancelled=(3,)), send)
         await recorder.send(1, orders(4), send)
-        assert events_of(file) == []
+        assert events_of(file) == [part(1, 4, 0)], "what is kept of it must be known before it is"
         sliced.set()
         await asyncio.wait([failing])
 
@@ -125,7 +125,7 @@ def test_what_a_run_did_after_the_checkpoint_that_it_went_on_from_counts_no_more
     file = write(tmp_path / "journal.jsonl", *before, part(0, 2, 9), load(4), AGAIN)
     with Journal(file) as journal:
         journal.subscribe(lambda entry: said.append(entry.event))
-        Recorder(journal, ORIGIN, SEED).go_on(1, 2, PromptsDone(8, 7, (8,)))
+        Recorder(journal, ORIGIN, SEED).go_on(1, 2, PromptsDone(8, 7, (8,)), [])
         journal.append(load(2), part(0, 5, 3), load(4))
     assert said[0] == dataclasses.replace(resumed(1), done={**DONE, "ahead": (8,)})
     assert not [event for event in said if isinstance(event, Said)]
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_in_a_way_that_no_run_can_repeat_says_so(tmp_path, be
     said, file = [], write(tmp_path / "journal.jsonl", *before, AGAIN)
     with Journal(file) as journal:
         journal.subscribe(lambda entry: said.append(entry.event))
-        Recorder(journal, ORIGIN, SEED).go_on(1, 2, PromptsDone(8, 7, (8,)))
+        Recorder(journal, ORIGIN, SEED).go_on(1, 2, PromptsDone(8, 7, (8,)), [])
         journal.append(load(2))
     (message,) = (event for event in said if isinstance(event, Said))
     assert re.search(why, message.text)

@@ -24,14 +24,15 @@ from rallypoint.data import EncodedPrompts, Example, Message
 from rallypoint.environments.environment import single_turn
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
-from rallypoint.errors import GenerationError, RewardError, StalenessError
+from rallypoint.errors import AbandonedError, GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
-from rallypoint.journal import Journal, RunBegan
+from rallypoint.journal import Journal, Resumed, RunBegan, SliceSent, read_journal
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
-from rallypoint.sampling.group import AbandonedError, Rewards, Watch
+from rallypoint.sampling.group import Rewards, Watch
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import Prompts
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
@@ -112,6 +113,7 @@ def make_source(
     advantage=RLOO,
     episode=single_turn,
     journal=NOWHERE,
+    kept=None,
     **patience,
 ):
     examples = [Example(f"train:{n}", "lab", (Message("user", str(n)),), "", "", {}) for n in range(16)]
@@ -124,6 +126,7 @@ def make_source(
         Rewards(grader, RewardModels(CONFIG, None), advantage),
         episode,
         Watch(journal, **patience),
+        kept or KeptGroups(),
     )
 
 
@@ -781,27 +784,33 @@ def differ_by_company(solution_str, **row):
     return float(int(solution_str.split()[1]) % 2)  # two of two are alike in half of all groups
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where_it_was_killed(tmp_path, window):
-    replaced = []
+@pytest.mark.parametrize(("window", "killed_in"), [(1, 3), (3, 3), (1, 5), (3, 5)])
+def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where_it_was_killed(
+    tmp_path, window, killed_in
+):
+    """It goes on after step 3, with the groups that it had finished before it had newer weights."""
+    replaced, kept = [], KeptGroups(is_on=True, is_ahead=True)
     file, sampling = tmp_path / "journal.jsonl", {"max_staleness": 2, "dynamic_sampling": 9, "window": window}
 
-    async def steps(journal, schedule, seed, first, last, done=None):
+    async def steps(journal, schedule, seed, first, last, done=None, kept=kept):
         ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
-        more = {"grader": Inline(differ_by_company), "sampling": sampling, "journal": journal}
+        more = {"grader": Inline(differ_by_company), "sampling": sampling, "journal": journal, "kept": kept}
         source = make_source(Mailbox(ranks, schedule), **more)
         if done is not None:
-            source.done = done
-            schedule.go_on(first, first, done)
+            source.go_on(first, first, done)
         found = []
+        source.announce(first, "")
         await source.load(first)
         for step in range(first, last):
             sampled = await source.next_batch()
-            found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist()))
+            ages = sampled.batch.steps_behind.tolist()
+            found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist(), ages))
             replaced.append(sampled.metrics.scalars()["rollout/num_replaced"])
             await asyncio.sleep(ranks.random.random() * 0.01)  # an update
+            source.announce(step + 1, "")
             await source.load(step + 1)
-        done = source.done
+            if step + 1 == 3:
+                done = source.done
         await source.close()
         return found, done
 
@@ -811,19 +820,25 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
             schedule = Schedule(Recorder(journal, Origin(2, {}), CONFIG.seed))
             return asyncio.run(steps(journal, schedule, seed, first, last, done))
 
-    killed, done = recorded(1, 0, 3)
+    found, done = recorded(1, 0, killed_in)
+    killed = found[:3]
     rest, _ = recorded(2, 3, 6, done)
+    (resumed,) = (entry.event for entry in read_journal(file) if isinstance(entry.event, Resumed))
+    assert len(resumed.kept) > 1
+    sent = [name for entry in read_journal(file) if isinstance(entry.event, SliceSent) for name in entry.event.new]
+    assert all(sum(prompt == one for _, prompt, *_ in sent) == 1 for one in resumed.kept), "they are sampled once"
 
     async def again(seed):
         nowhere = Journal(Path(os.devnull))
         replay = ScheduleReplay(RecordedSchedule.read(file), CONFIG.seed, journal=nowhere, timeout_s=60)
-        return (await steps(nowhere, Schedule(replay=replay), seed, 0, 6))[0]
+        kept = KeptGroups(is_on=True, is_ahead=True)
+        return (await steps(nowhere, Schedule(replay=replay), seed, 0, 6, kept=kept))[0]
 
     for seed in (3, 4):
         assert asyncio.run(again(seed)) == killed + rest
     assert sum(replaced[:6]) > 6
     if window == 1:
-        assert replaced == replaced[:6] * 3
+        assert replaced[-6:] == replaced[-12:-6] == [*replaced[:3], *replaced[killed_in : killed_in + 3]]
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["it hangs again", "it is quick this time"])
@@ -950,3 +965,21 @@ def some_equal(every):
         return 0.5 if (prompt - 10) % every == 0 else float(sample)
 
     return Inline(score)
+
+
+def test_a_step_that_is_done_again_takes_the_batch_that_was_sampled_for_it_but_no_part_of_one():
+    kept = KeptGroups(is_on=True)
+
+    async def step():
+        mailbox = FakeMailbox(0)
+        batch = (await make_source(mailbox, kept=kept).next_batch()).batch
+        return batch.tokens.tolist(), batch.scores.tolist(), sorted({prompt for prompt, *_ in mailbox.asked})
+
+    everything = list(range(P))
+    *first, asked = asyncio.run(step())
+    assert asked == everything
+    assert asyncio.run(step()) == (*first, []), "a process was lost, nothing is saved"
+    kept.forget([1])
+    assert asyncio.run(step()) == (*first, everything), "rows may depend on those beside them"
+    kept.saved(1)
+    assert asyncio.run(step())[2] == everything
