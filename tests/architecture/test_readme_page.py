@@ -1,6 +1,7 @@
 """The README shows the page as it is."""
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
@@ -16,3 +17,10 @@ def test_the_readme_shows_train_step_as_it_stands_in_ppo():
     )
     page = textwrap.dedent("\n".join(source.splitlines()[step.lineno - 1 : step.end_lineno]))
     assert page in (ROOT / "README.md").read_text()
+
+
+def test_the_first_picture_is_the_page_of_the_demo_run():
+    first = re.search(r"!\[(.*?)\]\((.*?)\)", (ROOT / "README.md").read_text())
+    assert first is not None
+    assert first.groups() == ("The page of the demo run: reward, validations, health", "docs/view.png")
+    assert (ROOT / "docs/view.png").is_file()
