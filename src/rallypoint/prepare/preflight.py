@@ -274,7 +274,7 @@ def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], N
 
     def as_before(_: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
         values = dict(values_of(load_config(str(folder.path)).config))
-        return {key: values[key] for key in left_open}
+        return {key: values[key] for key in left_open if key in values}  # without those of roles that it lacks
 
     loaded = load_checked(recipe, [*taken, *overrides], choose=as_before)
     named = {key for key, origin in loaded.origins.items() if origin != COMMAND_LINE or _sets(overrides, key)}

@@ -75,7 +75,7 @@ def journalled(saver):
     return [e.event.step for e in read_journal(saver.folder.journal) if isinstance(e.event, CheckpointSaved)]
 
 
-def test_a_step_waits_for_the_ranks_writing_and_not_for_digests_and_the_disk(saver):
+def test_a_step_waits_for_the_ranks_writing_and_not_for_the_disk(saver):
     async def run():
         background = Background()
         one = saver(background)
@@ -236,6 +236,27 @@ def test_a_snapshot_goes_when_a_checkpoint_of_its_step_or_a_later_one_is_whole(s
         assert checkpoint.steps(one.folder.snapshots) == [3], "a step that was done while the checkpoint was flushed"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("step_s", "snapshot_s", "num"), [(10.0, 4.0, 29), (10.0, 0.2, 400)])
+def test_snapshots_take_three_percent_of_the_time_at_most(saver, step_s, snapshot_s, num):
+    class Slow(Recipe):
+        async def save(self, folder):
+            await super().save(folder)
+            now[0] += snapshot_s
+
+    async def run():
+        one.setup.config.checkpoint_every_steps = 10**9
+        for step in range(1, 401):
+            now[0] += step_s
+            await one.after(step, is_last=False, interrupted=asyncio.Event())
+
+    now, one = [0.0], saver()
+    one.clock, one.recipe = lambda: now[0], Slow()
+    one._since = one._saved_at = 0.0
+    asyncio.run(run())
+    assert len(one.recipe.saved) == num
+    assert snapshot_s * (num - 1) <= 0.03 * now[0], "of all but the first, whose time was not known"
 
 
 def test_while_a_checkpoint_is_owed_each_step_leaves_a_snapshot(saver):
