@@ -74,6 +74,8 @@ def test_ranks_that_share_experts_train_a_mixture_as_one_process_and_one_process
     assert_close(final_weights(run), whole)
     for later in sorted(run.checkpoints.iterdir())[1:]:
         later.rename(run.path / later.name)
+    measured = metrics_of(run)
+    assert 0 <= measured[1, "actor/expert_load_min"] < 1 < measured[1, "actor/expert_load_max"] <= 8
     alone = [f"{role}.mesh.ep=1" for role in ("actor", "critic", "reference")]
     assert_close(final_weights(runs.resume("mesh", ONE, *alone)), whole)
 

@@ -14,7 +14,17 @@ from rallypoint.run.folder import create_run
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["digits", "digits-grpo"])
 def test_a_model_learns_to_sort_from_random_weights(tmp_path, recipe, seed):
-    loaded = load_checked(recipe, [f"seed={seed}", f"trainer.runs_dir={tmp_path}"])
+    check_that_it_learns(recipe, f"seed={seed}", f"trainer.runs_dir={tmp_path}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mixture_of_experts_learns_to_sort_from_random_weights(tmp_path):
+    check_that_it_learns("digits-grpo", "model.create.architecture=qwen3_moe", f"trainer.runs_dir={tmp_path}")
+
+
+def check_that_it_learns(recipe, *overrides):
+    loaded = load_checked(recipe, overrides)
     run = create_run(loaded)
     assert train(loaded, run, Silent(), resume=False)
     scores = [record["validation/score"] for record in read_metrics(run.metrics) if "validation/score" in record]

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
+from rallypoint.parallel import Collective
 
 EXPERTS = "rallypoint_experts"
 
@@ -50,6 +51,8 @@ class Router(Protocol):
     """[X, E]."""
     top_k: int
     norm_topk_prob: bool
+    load: Tensor | None
+    """Tokens that were sent to each expert so far, [X] int64; None while nobody counts."""
 
 
 class _RouterInPrecision:
@@ -58,6 +61,8 @@ class _RouterInPrecision:
     The original rounds probabilities to float32, so that gradients in float64 depend on the other tokens in the batch.
     """
 
+    load = None
+
     def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
         scores = functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
@@ -65,6 +70,9 @@ class _RouterInPrecision:
         shares, chosen = shares.topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             shares = shares / shares.sum(-1, keepdim=True)
+        if self.load is not None:
+            numbers = torch.arange(len(self.load), device=chosen.device)
+            self.load += (chosen.reshape(-1, 1) == numbers).sum(0)
         return scores, shares.to(scores.dtype), chosen
 
 
@@ -77,6 +85,39 @@ def replace_routers(model: nn.Module) -> None:
         kind = type(module)
         if kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers."):
             module.__class__ = _in_precision(kind)
+
+
+class ExpertLoads:
+    """How evenly the routers of a model send tokens to experts; on a device it is asked once for all layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = [cast("Router", module) for module in model.modules() if isinstance(module, _RouterInPrecision)]
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count tokens in the block. Layers that are computed again count twice, and filler counts, too."""
+        for router in self._routers:
+            router.load = torch.zeros(router.weight.shape[0], dtype=torch.int64, device=router.weight.device)
+        try:
+            yield
+        finally:
+            self._counts = [router.load for router in self._routers if router.load is not None]
+            for router in self._routers:
+                router.load = None
+
+    def extremes(self, ranks: Collective) -> tuple[float, float] | None:
+        """Return the smallest and the largest load of an expert of a layer; 1 if all are equal. None without experts.
+
+        Args:
+            ranks: those that counted; they ask together.
+        """
+        if not self._counts:
+            return None
+        counts = torch.stack(self._counts)
+        ranks.all_reduce_sum([counts])
+        relative = counts * counts.shape[1] / counts.sum(1, keepdim=True).clamp(min=1)
+        least, most = torch.stack([relative.min(), relative.max()]).tolist()
+        return least, most
 
 
 @functools.cache

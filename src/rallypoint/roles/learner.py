@@ -32,13 +32,14 @@ from rallypoint.model_files import (
     save_tensors,
 )
 from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
+from rallypoint.models.experts import ExpertLoads
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
 from rallypoint.prepare.plan import attention_cost
 from rallypoint.roles.colocated import LeaseHolder, with_lease
 from rallypoint.roles.dealing import deal
 from rallypoint.roles.placement import WorkerSpec
-from rallypoint.types import ActorBatch, FirstPass, Maximum, Mean, Metrics, Sequences, merge
+from rallypoint.types import ActorBatch, FirstPass, Last, Maximum, Mean, Metrics, Sequences, merge
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 OutputsT = TypeVar("OutputsT")
@@ -46,6 +47,8 @@ WorkerT = TypeVar("WorkerT", bound="LearnerWorker[Any, Any]")
 
 NOT_FINITE = "not_finite"
 """Metric of a step that left an update out, as its numbers were not finite."""
+_LOADS = ("expert_load_min", "expert_load_max")
+"""Metrics of a mixture of experts."""
 
 
 class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
@@ -67,6 +70,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         self._passes: list[tuple[Tensor, Tensor]] = []
         """Places [N] of tokens, and their logprobs and entropies [2, N], by micro-batches of the newest first pass."""
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
+        self._loads = ExpertLoads(model.model)
         self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
             optimizer=optimizer,
@@ -107,7 +111,10 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """
         began = time.perf_counter()
         self._passes.clear()
-        measured = [self._train_on(batches, index, step) for index in range(len(batches.parts))]
+        with self._loads.counted():
+            measured = [self._train_on(batches, index, step) for index in range(len(batches.parts))]
+        if (extremes := self._loads.extremes(self.engine.shard.mesh.everyone)) is not None:
+            measured.append(Metrics(dict(zip(_LOADS, map(Last, extremes), strict=True))))
         self.weights_changed()
         seconds = time.perf_counter() - began
         flops = sum(map(self._needed_flops, batches.parts))

@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from rallypoint.models.experts import add_up_experts, replace_routers, same_shapes
+from rallypoint.models.experts import ExpertLoads, add_up_experts, replace_routers, same_shapes
+from rallypoint.parallel import Solo
 
 
 class FourExperts(nn.Module):
@@ -125,6 +126,25 @@ def test_grouped_products_give_values_and_gradients_of_products_one_by_one(first
         found.append([out, *(leaf.grad for leaf in leaves)])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_loads_are_those_of_the_ranks_together_relative_to_an_equal_share():
+    model = nn.ModuleList([Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=4, num_experts_per_tok=1, hidden_size=4))] * 1)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4))
+    replace_routers(model)
+    loads = ExpertLoads(model)
+    with loads.counted():
+        model[0](torch.eye(4)[[0, 0, 0, 1, 1, 2, 0, 2]])  # 4, 2, 2 and 0 tokens
+    model[0](torch.eye(4))  # not counted
+    assert loads.extremes(Solo()) == (0.0, 2.0)
+    with loads.counted():
+        model[0](torch.eye(4))
+    assert loads.extremes(Solo()) == (1.0, 1.0)
+    dense = ExpertLoads(nn.Linear(2, 2))
+    with dense.counted():
+        pass
+    assert dense.extremes(Solo()) is None
 
 
 def test_with_products_of_one_shape_a_token_has_the_same_bits_whatever_is_sent_beside_it():
