@@ -6,6 +6,7 @@ Four processes are started once; `parity_rank.py` is what they run. Run as a pro
 """
 
 import collections
+import os
 import tempfile
 import textwrap
 from pathlib import Path
@@ -180,5 +181,6 @@ def write_page(folder: Path) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
+        os.environ.setdefault("RALLYPOINT_TEST_COUNTED", name)  # as tests/conftest.py does
         run_all(Path(name), whole=True)
         PAGE.write_text(write_page(Path(name)), encoding="utf-8")
