@@ -140,7 +140,7 @@ def _calls(run: str, calls: Sequence[str], conditions: Sequence[str], how: str) 
 
 
 _STEP = ("actor.logprobs", "actor.train", "critic.values", "critic.train", "reference.logprobs", "rollout.advance")
-_BETWEEN = ("actor.save", "critic.save", "actor.memory", "rollout.memory")
+_BETWEEN = ("actor.save", "critic.save", "actor.measured", "rollout.measured")
 _PUBLISH = ("actor.fingerprint", "rollout.load")
 _STREAM = (*_PUBLISH, "actor.send")
 _EVENTS = (

@@ -177,6 +177,12 @@ class _Start:
             for cause, seconds in zip(_WAITS, waits, strict=True):
                 yield Waste(cause, 0, "", 0, seconds)
 
+    @property
+    def unfinished(self) -> int:
+        """Tokens of scored groups that no step which is done was trained on."""
+        begun = [prompt for step, taken in self.takes.items() if step not in self.steps for prompt in taken.prompts]
+        return sum(self.groups.values()) + sum(self.scored.get(prompt, 0) for prompt in begun)
+
     def taken_over(self, kept: Sequence[int]) -> int:
         """Return the tokens of its groups that a later start has taken over."""
         return sum(self.scored.get(prompt, 0) for prompt in kept)
@@ -184,7 +190,7 @@ class _Start:
     def done_again(self, last: int, kept: Sequence[int]) -> Waste:
         """Return what was done after step `last`, and will be done again, without the groups that are kept."""
         steps = [step for step in self.steps if step > last]
-        tokens = sum(map(self.sampled, steps)) + sum(self.groups.values()) - self.taken_over(kept)
+        tokens = sum(map(self.sampled, steps)) + self.unfinished - self.taken_over(kept)
         seconds = sum(self.steps[step].seconds for step in steps) + self.ended_s - self.done_s
         return Waste("done again", len(steps), "step", tokens, seconds + sum(s for at, s in self.between if at > last))
 
@@ -201,7 +207,7 @@ def account(entries: Iterable[Entry]) -> Account:
         later = [other.began.first for other in starts[place + 1 :]]
         last = min(later, default=max(start.steps, default=0))
         kept = starts[place + 1].kept if later else ()
-        tokens += sum(map(start.sampled, start.steps)) + (sum(start.groups.values()) if later else 0)
+        tokens += sum(map(start.sampled, start.steps)) + (start.unfinished if later else 0)
         tokens -= start.taken_over(kept)
         wastes = [*start.wastes(last), *([start.done_again(last, kept)] if later else [])]
         if place:

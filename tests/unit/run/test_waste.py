@@ -111,6 +111,8 @@ def test_a_resume_samples_again_what_was_finished_and_not_saved():
 
     assert [again(first) for first in (0, 1, 2)] == [27, 20, 11]
     assert [again(1, 2, 3), again(2, 3)] == [0, 0], "groups that were taken over"
+    events += (taken(3, 3),)
+    assert [again(2), again(2, 3)] == [11, 0], "of a step that was begun"
     assert sampled_again([]) == sampled_again([Entry(0, 0.0, began())]) == 0
 
 
