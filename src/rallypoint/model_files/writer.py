@@ -298,11 +298,10 @@ def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> Li
             digest.update(data)
         if how.seen is not None:
             how.seen(put.name, data)
-    runs = itertools.islice(put.part.runs(), 2)
-    firsts, (length, *_) = zip(*runs, strict=True) if put.part.num_elements else ((0,), (0,))
-    stride = firsts[1] - firsts[0] if len(firsts) > 1 else 0
+    runs = list(itertools.islice(put.part.runs(), 2)) or [(0, 0)]
+    first, length = runs[0]
     count = put.part.num_elements // length if length else 0
-    return start + firsts[0] * size, length * size, stride * size, count, digest.hexdigest()
+    return start + first * size, length * size, (runs[-1][0] - first) * size, count, digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
