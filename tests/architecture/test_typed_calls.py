@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import assert_type
 
 from rallypoint.cluster import (
-    Call, Layout, Process, Rule, WorkerContext, WorkerGroup, broadcast, collect, dispatched, first_rank, scatter, shard,
+    Call, DispatchRule, Layout, Process, WorkerContext, WorkerGroup, broadcast, collect, dispatched, first_rank,
+    scatter, shard,
 )
 
 @dataclass
@@ -44,7 +45,7 @@ class Actor:
     def snapshot(self) -> bytes:
         return b""
 
-    @dispatched(Rule("mine", lambda mesh, args, kwargs: [], list))
+    @dispatched(DispatchRule("mine", lambda mesh, args, kwargs: [], list))
     def mine(self, number: int) -> str:
         return ""
 

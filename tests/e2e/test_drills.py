@@ -5,7 +5,7 @@ import pytest
 from rallypoint.cli.replay import _with_row
 from rallypoint.errors import ConfigError
 from rallypoint.journal import Resumed, SliceSent, read_journal
-from rallypoint.recipes.drilling import Drills, Outcome
+from rallypoint.recipes.drilling import DrillOutcome, Drills
 from rallypoint.recipes.drills import SHORT, Drill, chosen, table
 from rallypoint.run.folder import RunFolder
 
@@ -35,7 +35,7 @@ def test_a_table_of_results_keeps_its_order_and_takes_each_row_anew():
     first, second = Drill("split", "actor.train:step=3:kill"), Drill("one", "actor.train:n=2:raise")
     table = ""
     for drill, back_s, problem in ((second, 1.0, ""), (first, 9.0, "its weights differ"), (first, 16.0, "")):
-        table = _with_row(table, Outcome(drill, 0.1, back_s, "by itself", problem))
+        table = _with_row(table, DrillOutcome(drill, 0.1, back_s, "by itself", problem))
     assert table.splitlines()[2:] == [
         "| `split/actor.train:step=3:kill` | 0.1 s | 16.0 s | by itself, back after more than 15 s |",
         "| `one/actor.train:n=2:raise` | 0.1 s | 1.0 s | by itself |",
@@ -44,7 +44,7 @@ def test_a_table_of_results_keeps_its_order_and_takes_each_row_anew():
 
 def test_what_is_promised_depends_on_how_a_process_is_lost():
     def late(how, noticed_s):
-        return Outcome(Drill("split", f"actor.train:{how}"), noticed_s, 2.0, "by itself").late
+        return DrillOutcome(Drill("split", f"actor.train:{how}"), noticed_s, 2.0, "by itself").late
 
     assert [bool(late(how, 2.0)) for how in ("kill", "hang", "stop", "term")] == [True, False, False, True]
     assert late("hang", 14.0) == "noticed after more than 13 s"

@@ -21,7 +21,7 @@ from tiny_models import make_tiny_model
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
 from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
-from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.server import shared_files
 from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
@@ -73,7 +73,7 @@ def start(installed, folder, servers, tmp_path_factory):
             servers.append(ServerProcess(dataclasses.replace(launch, adapter_rank=adapter_rank), own))
             return servers[-1]
 
-        connection = Connection(start_server, version=4, takes_adapters=adapter_rank is not None)
+        connection = VllmConnection(start_server, version=4, takes_adapters=adapter_rank is not None)
         with contextlib.closing(connection):
             yield VLLMEngine(connection, outline, max_request_tokens=256, max_rows=64, decode=decode)
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rallypoint.config import load_config, values_of
 from rallypoint.data import Example, Message
-from rallypoint.environments.conversation import Conversation, TurnInWords
+from rallypoint.environments.conversation import RolloutInWords, TurnInWords
 from rallypoint.environments.failures import RewardFailure
 from rallypoint.environments.scored import Scored
 from rallypoint.journal import (
@@ -289,4 +289,4 @@ def _conversation(text):
     asks = TurnInWords(parent=-1, said=(("user", text),), num_added=4, start=4, length=4, response=text[:4], limit=None)
     tool = (("tool", f"4, says {text}"),)
     ends = TurnInWords(parent=0, said=tool, num_added=4, start=12, length=9, response=text, limit=None)
-    return Conversation((asks, ends), {"moves": 2.0}, num_tool_calls=1, num_tool_errors=0, own_s=0.1)
+    return RolloutInWords((asks, ends), {"moves": 2.0}, num_tool_calls=1, num_tool_errors=0, own_s=0.1)

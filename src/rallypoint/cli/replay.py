@@ -26,7 +26,7 @@ from rallypoint.run.troubles import troubles_of
 from rallypoint.run.waste import account
 
 if TYPE_CHECKING:
-    from rallypoint.recipes.drilling import Outcome
+    from rallypoint.recipes.drilling import DrillOutcome
     from rallypoint.recipes.replay import Computed, Replay
 
 _LEARNED = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm")
@@ -176,7 +176,7 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
         raise ConfigError((f"--write {write}: expected a file with the lines `<!-- rally drill: begin -->` and `end`",))
     from rallypoint.recipes.drilling import Drills  # only now torch
 
-    folder, outcomes = Path(tempfile.mkdtemp(prefix="drills-")), list["Outcome"]()
+    folder, outcomes = Path(tempfile.mkdtemp(prefix="drills-")), list["DrillOutcome"]()
     with Drills(folder).on_one_ray(drills) as doing:
         for drill in drills:
             outcomes.append(one := doing.do(drill))
@@ -200,7 +200,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def _with_row(table: str, one: Outcome) -> str:
+def _with_row(table: str, one: DrillOutcome) -> str:
     """Put the outcome of a drill into a table, at its place or in place of an earlier outcome."""
     from rallypoint.recipes.drills import table as all_drills
 

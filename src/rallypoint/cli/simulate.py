@@ -11,7 +11,7 @@ from rallypoint.config.check_sampling_ahead import with_pool_of_its_own
 from rallypoint.errors import RunFolderError
 from rallypoint.prepare.preflight import load_checked, newest_of
 from rallypoint.run.folder import RunFolder
-from rallypoint.sampling.simulator import Measured, Outcome, Simulation, measured_outcome, read_steps, settled
+from rallypoint.sampling.simulator import Measured, Simulation, Timing, measured_outcome, read_steps, settled
 
 _LEAST_STEPS = 3
 _ROW = "{:>4} {:>6}  {:>8} {:>8} {:>13} {:>11} {:>10}"
@@ -35,7 +35,7 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
     console.print(_row(*own, found, "", "measured"))
     most, num_prompts, placed = max(staleness, default=0), config.rollout.num_prompts, with_pool_of_its_own(config)
     asked = [(each, width) for each in staleness for width in windows if width <= each * num_prompts + 1]
-    measured, rows = Measured(steps, config.rollout.max_batch_rows), dict[tuple[int, int], Outcome]()
+    measured, rows = Measured(steps, config.rollout.max_batch_rows), dict[tuple[int, int], Timing]()
     for max_staleness, window in dict.fromkeys([(0, 1), own, *asked]):
         there = placed if max_staleness else config
         outcome = rows[max_staleness, window] = Simulation(
@@ -54,6 +54,6 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
         console.print(f"note: rows above S = 0 have the pool for rollout alone that they need: cluster.pools={pools}")
 
 
-def _row(max_staleness: int, window: int, outcome: Outcome, speed: str, last: str) -> str:
+def _row(max_staleness: int, window: int, outcome: Timing, speed: str, last: str) -> str:
     idle = (f"{share:.0%}" for share in (outcome.rollout_idle, outcome.actor_idle))
     return _ROW.format(max_staleness, window, f"{outcome.step_s:.2f}", speed, *idle, last)

@@ -14,9 +14,9 @@ from typing import Literal
 
 from rallypoint.cluster.call import Call, Process
 from rallypoint.cluster.dispatch import (
+    DispatchRule,
     Joinable,
-    Part,
-    Rule,
+    RankArguments,
     Splittable,
     broadcast,
     collect,
@@ -100,18 +100,18 @@ def open_runtime(
 
 __all__ = [
     "Call",
+    "DispatchRule",
     "InlineRuntime",
     "Joinable",
     "Layout",
     "Mesh",
-    "Part",
     "Pool",
     "PoolView",
     "Process",
     "ProcessInfo",
+    "RankArguments",
     "ResourcePool",
     "ResourcePoolManager",
-    "Rule",
     "Runtime",
     "Splittable",
     "WorkerContext",

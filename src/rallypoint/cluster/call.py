@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cas
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.process import Invocation, ProcessInfo, Pulse
-from rallypoint.cluster.reference import Reference
+from rallypoint.cluster.reference import ResultReference
 from rallypoint.errors import CallCancelledError, WorkerDiedError, WorkerError, WorkerHungError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Call(Generic[ResultT]):
         """
         handles = tuple(self.pending[index].handle for index in self._answering)
         makers = (*(one.process for one in self.pending), *self.sources)
-        return cast("ResultT", Reference(handles, self._join, makers))
+        return cast("ResultT", ResultReference(handles, self._join, makers))
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         return self._awaited().__await__()

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from rallypoint.cluster.mesh import Mesh
-from rallypoint.cluster.reference import Fetch, Reference
+from rallypoint.cluster.reference import Fetch, ResultReference
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 WorkerT = TypeVar("WorkerT")
@@ -68,7 +68,7 @@ class Joinable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class RankArguments:
     """The arguments of one rank."""
 
     args: Args
@@ -81,11 +81,11 @@ def all_ranks(mesh: Mesh) -> Sequence[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
+class DispatchRule:
     """A pair of functions: arguments to one part per rank, results to a result."""
 
     name: str
-    split: Callable[[Mesh, Args, Kwargs], Sequence[Part | None]]
+    split: Callable[[Mesh, Args, Kwargs], Sequence[RankArguments | None]]
     """Returns one entry per rank; a rank whose entry is None is not called."""
     join: Callable[[Sequence[Any]], Any]
     """Gets the results of the ranks that answer, in rank order."""
@@ -93,7 +93,7 @@ class Rule:
     """Ranks whose results are kept; those of the others never leave their process."""
 
 
-def dispatched(rule: Rule) -> Callable[[MethodT], MethodT]:
+def dispatched(rule: DispatchRule) -> Callable[[MethodT], MethodT]:
     """Give a method your own rule."""
 
     def decorate(method: MethodT) -> MethodT:
@@ -103,14 +103,14 @@ def dispatched(rule: Rule) -> Callable[[MethodT], MethodT]:
     return decorate
 
 
-def rule_of(method: Callable[..., Any]) -> Rule:
+def rule_of(method: Callable[..., Any]) -> DispatchRule:
     """Return the rule of a worker's method.
 
     Raises:
         TypeError: the method has none, so a group cannot know which ranks to call.
     """
     rule = getattr(method, "__dispatch__", None)
-    if not isinstance(rule, Rule):
+    if not isinstance(rule, DispatchRule):
         name = getattr(method, "__qualname__", repr(method))
         raise TypeError(
             f"{name} has no dispatch rule; decorate it with @broadcast, @collect, @shard, @scatter or @first_rank"
@@ -145,17 +145,17 @@ def first_rank(method: MethodT) -> MethodT:
     return dispatched(_FIRST_RANK)(method)
 
 
-def _to_all(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[Part]:
-    return [Part(args, kwargs)] * mesh.size
+def _to_all(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[RankArguments]:
+    return [RankArguments(args, kwargs)] * mesh.size
 
 
-def _to_first(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[Part | None]:
-    return [Part(args, kwargs), *[None] * (mesh.size - 1)]
+def _to_first(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[RankArguments | None]:
+    return [RankArguments(args, kwargs), *[None] * (mesh.size - 1)]
 
 
-def _shards(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[Part]:
+def _shards(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[RankArguments]:
     values = (*args, *kwargs.values())
-    if not any(_can_be_split(value) or isinstance(value, Reference) for value in values):
+    if not any(_can_be_split(value) or isinstance(value, ResultReference) for value in values):
         raise TypeError("a sharded call needs at least one argument that can be split: a carrier or a list")
     lengths = {len(value) for value in values if _can_be_split(value) and isinstance(value, Sized)}
     if len(lengths) > 1:
@@ -166,21 +166,21 @@ def _shards(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[Part]:
     positional = [_cut(value, mesh.num_parts) for value in args]
     named = {name: _cut(value, mesh.num_parts) for name, value in kwargs.items()}
     parts = [
-        Part(tuple(cut[index] for cut in positional), {name: cut[index] for name, cut in named.items()})
+        RankArguments(tuple(cut[index] for cut in positional), {name: cut[index] for name, cut in named.items()})
         for index in range(mesh.num_parts)
     ]
     return [parts[mesh.part(rank)] for rank in range(mesh.size)]
 
 
-def _items(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[Part]:
-    if not args or not isinstance(args[0], Sequence | Reference):
+def _items(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[RankArguments]:
+    if not args or not isinstance(args[0], Sequence | ResultReference):
         raise TypeError("a scattered call needs a sequence with one item per rank as its first positional argument")
     items = _one_per_rank(args[0], mesh.size)
-    return [Part((item, *args[1:]), kwargs) for item in items]
+    return [RankArguments((item, *args[1:]), kwargs) for item in items]
 
 
 def _one_per_rank(value: Any, num_ranks: int) -> Sequence[Any]:
-    if isinstance(value, Reference):
+    if isinstance(value, ResultReference):
         if value.join is list and len(value.parts) == num_ranks:  # the results of as many ranks
             return [Fetch((part,), _of_first) for part in value.parts]
         return _cut_there(value, _one_per_rank, num_ranks)
@@ -195,7 +195,7 @@ def _can_be_split(value: Any) -> bool:
 
 def _cut(value: Any, num_parts: int) -> Sequence[Any]:
     """Return the parts of an argument; every rank gets all of what cannot be split."""
-    if isinstance(value, Reference):
+    if isinstance(value, ResultReference):
         if len(value.parts) == num_parts and value.join in (joined, list):
             # It is cut already, and part i stays with rank i.
             return [Fetch((part,), value.join, _own, 0, num_parts) for part in value.parts]
@@ -212,7 +212,7 @@ def _cut(value: Any, num_parts: int) -> Sequence[Any]:
     return parts
 
 
-def _cut_there(value: Reference, cut: Callable[[Any, int], Sequence[Any]], num_parts: int) -> list[Fetch]:
+def _cut_there(value: ResultReference, cut: Callable[[Any, int], Sequence[Any]], num_parts: int) -> list[Fetch]:
     """Let the ranks cut a value that the driver does not have."""
     return [dataclasses.replace(value.whole(), cut=cut, index=part, num_parts=num_parts) for part in range(num_parts)]
 
@@ -271,8 +271,8 @@ def _first(mesh: Mesh) -> Sequence[int]:
     return (0,)
 
 
-_BROADCAST = Rule("broadcast", _to_all, _of_first, _first)
-_COLLECT = Rule("collect", _to_all, list)
-_SHARD = Rule("shard", _shards, joined, lambda mesh: mesh.leaders)
-_SCATTER = Rule("scatter", _items, list)
-_FIRST_RANK = Rule("first_rank", _to_first, _of_first, _first)
+_BROADCAST = DispatchRule("broadcast", _to_all, _of_first, _first)
+_COLLECT = DispatchRule("collect", _to_all, list)
+_SHARD = DispatchRule("shard", _shards, joined, lambda mesh: mesh.leaders)
+_SCATTER = DispatchRule("scatter", _items, list)
+_FIRST_RANK = DispatchRule("first_rank", _to_first, _of_first, _first)

@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from rallypoint.cluster.call import Call, Pending, Process
-from rallypoint.cluster.dispatch import Part, rule_of
+from rallypoint.cluster.dispatch import RankArguments, rule_of
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.process import Invocation
-from rallypoint.cluster.reference import Fetch, Reference, whole
+from rallypoint.cluster.reference import Fetch, ResultReference, whole
 from rallypoint.errors import WorkerDiedError
 from rallypoint.failpoints import check_calls
 
@@ -172,7 +172,7 @@ class WorkerGroup(Generic[WorkerT]):
             unless_all_are_sent.pop_all()
         answers = [index for index, rank in enumerate(pending) if rank in answering]
         values = (*args, *kwargs.values())
-        sources = [process for value in values if isinstance(value, Reference) for process in value.makers]
+        sources = [process for value in values if isinstance(value, ResultReference) for process in value.makers]
         return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
 
     def call_rank(
@@ -183,7 +183,7 @@ class WorkerGroup(Generic[WorkerT]):
         pending = self.processes[rank].call(invocation, args, kwargs)
         return Call[ResultT]([pending], (0,), _only, self.deadline_s)
 
-    def _sent_once(self, parts: Sequence[Part | None]) -> Iterator[tuple[int, Part]]:
+    def _sent_once(self, parts: Sequence[RankArguments | None]) -> Iterator[tuple[int, RankArguments]]:
         """Yield each rank and its arguments; a large value that several ranks get is sent once, by reference."""
         if not any(part.args or part.kwargs for part in parts if part):
             yield from ((rank, part) for rank, part in enumerate(parts) if part)
@@ -192,7 +192,7 @@ class WorkerGroup(Generic[WorkerT]):
         shared: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
-            if isinstance(value, Reference | Fetch) or counts[id(value)] == 1:
+            if isinstance(value, ResultReference | Fetch) or counts[id(value)] == 1:
                 return whole(value)
             if id(value) not in shared:
                 shared[id(value)] = self.processes[0].share(value)
@@ -200,10 +200,8 @@ class WorkerGroup(Generic[WorkerT]):
 
         for rank, part in enumerate(parts):
             if part is not None:
-                yield (
-                    rank,
-                    Part(tuple(map(once, part.args)), {name: once(value) for name, value in part.kwargs.items()}),
-                )
+                kwargs = {name: once(value) for name, value in part.kwargs.items()}
+                yield rank, RankArguments(tuple(map(once, part.args)), kwargs)
 
     def _invocation(self, number: int, rank: int, method: str, *, answers: bool = False) -> Invocation:
         return Invocation(number, self.role, rank, method, answers, _STEP.get()).failing()

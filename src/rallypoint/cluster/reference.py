@@ -1,6 +1,6 @@
 """Results that travel by reference: from the workers that made them to the workers that need them.
 
-The driver holds a `Reference`: one runtime handle for each part of a result, and the function that joins them.
+The driver holds a `ResultReference`: one runtime handle for each part of a result, and the function that joins them.
 Ranks are sent a `Fetch`: which of the parts they need. The parts themselves never pass through the driver.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reference:
+class ResultReference:
     """Stands for the result of a call in the arguments of another one; the result need not exist yet."""
 
     parts: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Fetch:
 
 def whole(value: Any) -> Any:
     """Return what to send to a rank for an argument that no rule has cut."""
-    return value.whole() if isinstance(value, Reference) else value
+    return value.whole() if isinstance(value, ResultReference) else value
 
 
 Args = tuple[Any, ...]

@@ -22,7 +22,7 @@ from rallypoint.data.rows import encode_rows
 from rallypoint.data.stream import Mixture, PromptStream
 from rallypoint.data.template import TemplateProbe, special_ids
 from rallypoint.data.tokenizer import decoder, load_tokenizer, make_digits_tokenizer, save_tokenizer
-from rallypoint.data.windows import Rows, StreamedPrompts, StreamedRows, Windows
+from rallypoint.data.windows import RowStream, StreamedPrompts, StreamedRows, Windows
 
 __all__ = [
     "AnswerReader",
@@ -44,7 +44,7 @@ __all__ = [
     "Mixture",
     "NamedExample",
     "PromptStream",
-    "Rows",
+    "RowStream",
     "StreamedPrompts",
     "StreamedRows",
     "TemplateProbe",

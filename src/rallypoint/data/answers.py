@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.data.template import TemplateProbe, special_ids
-from rallypoint.data.tool_formats import Said, beginnings, format_of, harmony, types_of
+from rallypoint.data.tool_formats import ParsedAnswer, beginnings, format_of, harmony, types_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,12 +155,12 @@ class _Form:
         """Return a text without special tokens."""
         return self._special.sub("", text)
 
-    def read(self, text: str, tools: Sequence[Mapping[str, object]]) -> Said:
+    def read(self, text: str, tools: Sequence[Mapping[str, object]]) -> ParsedAnswer:
         """Return what a text says."""
         if self._format is harmony:  # it has reasoning of its own
             return harmony(text, types_of(tools))
         reasoning, content = self.split(text)
-        said = self._format(content, types_of(tools)) if tools else Said(content)
+        said = self._format(content, types_of(tools)) if tools else ParsedAnswer(content)
         said.reasoning = reasoning
         return said
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from rallypoint.data.conversations import Conversation, Turns
+from rallypoint.data.conversations import Conversation, TrainedTurns
 from rallypoint.data.messages import ChatMessage, calls_of, with_arguments
 from rallypoint.data.template import MEND_TEMPLATE, check_arguments, template_errors
 from rallypoint.errors import ModelError
@@ -247,7 +247,7 @@ class TurnFinder:
         self._tokenizer = tokenizer
         self.is_marked = bool(_MARKED.search(str(tokenizer.chat_template)))
 
-    def turns(self, row: Conversation) -> Turns:
+    def turns(self, row: Conversation) -> TrainedTurns:
         """Write a conversation.
 
         Raises:
@@ -265,7 +265,7 @@ class TurnFinder:
         assert refusal is not None, "there is one spelling at least"
         raise refusal
 
-    def alone(self, turns: Turns, index: int) -> str:
+    def alone(self, turns: TrainedTurns, index: int) -> str:
         """Return what the template writes for one turn of the assistant, without what follows."""
         messages = turns.messages
         if self.is_marked:
@@ -274,14 +274,14 @@ class TurnFinder:
         begin = len(self._text(turns.row, messages[:index], cue=True))
         return self._text(turns.row, messages[: index + 1], cue=False)[begin:]
 
-    def _marked(self, row: Conversation, messages: Sequence[ChatMessage]) -> Turns:
+    def _marked(self, row: Conversation, messages: Sequence[ChatMessage]) -> TrainedTurns:
         begin = len(self._text(row, messages[: row.first_trained], cue=True)) if row.first_trained else 0
         text, marked = self._render_marked(row, messages)
         _check_row(row, messages, text)
         spans = tuple(span for span in marked if span[0] >= begin)
-        return Turns(row, messages, text, spans, self._cues(row, messages, text))
+        return TrainedTurns(row, messages, text, spans, self._cues(row, messages, text))
 
-    def _between_cues(self, row: Conversation, messages: Sequence[ChatMessage]) -> Turns:
+    def _between_cues(self, row: Conversation, messages: Sequence[ChatMessage]) -> TrainedTurns:
         text, starts = self._text(row, messages, cue=False), list[int]()
         _check_row(row, messages, text)
         for index, message in enumerate(row.messages):
@@ -299,7 +299,9 @@ class TurnFinder:
                     f"cannot be found where the turn begins; {_MARK_THEM}"
                 )
             starts.append(len(before))
-        return Turns(row, messages, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)), tuple(starts))
+        return TrainedTurns(
+            row, messages, text, tuple(zip(starts, [*starts[1:], len(text)], strict=True)), tuple(starts)
+        )
 
     def _cues(self, row: Conversation, messages: Sequence[ChatMessage], text: str) -> tuple[int, ...]:
         """Return where the cues end of the turns that a marked template writes; -1 for one that is not in the text."""

@@ -290,7 +290,7 @@ def _check_answer(messages: Sequence[Message], name: str, wrong: list[tuple[str,
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turns:
+class TrainedTurns:
     """A conversation in the template, and where in its text the turns to train begin and end."""
 
     row: Conversation

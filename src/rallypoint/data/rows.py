@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rallypoint.data.chat_text import TurnFinder
-from rallypoint.data.conversations import Conversation, Conversations, Turns
+from rallypoint.data.conversations import Conversation, Conversations, TrainedTurns
 from rallypoint.data.encoded_rows import EncodedRows, Written
 from rallypoint.data.files import Problems
 from rallypoint.data.legible import Legibility
@@ -182,7 +182,7 @@ def _written(
     """Yield every example that fits the template: its name, its conversations, and what they were written as."""
     for start in range(0, len(conversations.names), _PER_CALL):
         part = slice(start, start + _PER_CALL)
-        spans: list[tuple[str, tuple[Conversation, ...], list[Turns]]] = []
+        spans: list[tuple[str, tuple[Conversation, ...], list[TrainedTurns]]] = []
         for name, rows in zip(conversations.names[part], conversations.examples[part], strict=True):
             try:
                 spans.append((name, rows, [writer.turns(row) for row in rows]))
@@ -217,7 +217,7 @@ class _Writer:
                 "of the assistant cannot be found; save it as tokenizer.json"
             )
 
-    def encode(self, rows: Sequence[Turns]) -> Iterator[tuple[Written | str, bool]]:
+    def encode(self, rows: Sequence[TrainedTurns]) -> Iterator[tuple[Written | str, bool]]:
         """Yield the ids of each row and which are trained, to its last trained one; or what is wrong.
 
         With it comes whether a model that is asked for a turn sees the tokens that stand before it here.
@@ -245,7 +245,7 @@ class _Writer:
             length = int(trained.nonzero()[0].max(initial=-1)) + 1
             yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length]), fits
 
-    def _pieces(self, rows: Sequence[Turns]) -> Iterator[list[list[int]]]:
+    def _pieces(self, rows: Sequence[TrainedTurns]) -> Iterator[list[list[int]]]:
         """Yield the ids of the text up to the first cue, and of that behind each cue up to the next, as sampling does.
 
         A piece is tokenized behind the end of a response, for some tokenizers put a blank before the first word.
@@ -259,7 +259,7 @@ class _Writer:
             yield [next(ids), *(next(ids)[1:] for cue in row.cues if cue > 0)]
 
     def _places(
-        self, row: Turns, whole: list[int], places: Sequence[tuple[int, int]], pieces: list[list[int]]
+        self, row: TrainedTurns, whole: list[int], places: Sequence[tuple[int, int]], pieces: list[list[int]]
     ) -> tuple[list[int], list[tuple[int, int]], bool]:
         """Return the ids of a row, the first and the last place + 1 of each turn, and whether sampling sees the same.
 
@@ -285,7 +285,7 @@ class _Writer:
         fits = (joined == whole and -1 not in row.cues) or all(self._is_seen(row, whole, cue) for cue in row.cues)
         return whole, turns, fits
 
-    def _is_seen(self, row: Turns, whole: list[int], cue: int) -> bool:
+    def _is_seen(self, row: TrainedTurns, whole: list[int], cue: int) -> bool:
         """Return whether a row's ids begin with those of its text up to a cue."""
         seen = cast("list[int]", self._tokenizer(row.text[: max(cue, 0)], add_special_tokens=False)["input_ids"])
         return cue >= 0 and whole[: len(seen)] == seen
@@ -293,7 +293,7 @@ class _Writer:
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _unended(self, turns: Turns, index: int) -> str:
+    def _unended(self, turns: TrainedTurns, index: int) -> str:
         """Say that a turn does not end with a token that ends a response, and what makes it so."""
         turn, special = self._finder.alone(turns, index), special_ids(self._tokenizer)
         ids = cast("list[int]", self._tokenizer(turn, add_special_tokens=False)["input_ids"])

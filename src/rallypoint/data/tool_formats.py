@@ -36,7 +36,7 @@ _BARE_KEY = re.compile(r"([{,]\s*)([^\s\"\\{}\[\],:]+)\s*:")
 
 
 @dataclasses.dataclass(slots=True)
-class Said:
+class ParsedAnswer:
     """What an answer says."""
 
     content: str
@@ -51,7 +51,7 @@ class Said:
 
 Types: TypeAlias = Mapping[tuple[str, str], frozenset[str]]
 """Tool and parameter -> the JSON types that it may have."""
-ToolFormat: TypeAlias = Callable[[str, Types], Said]
+ToolFormat: TypeAlias = Callable[[str, Types], ParsedAnswer]
 
 
 def format_of(template: str) -> ToolFormat:
@@ -102,7 +102,7 @@ def types_of(tools: Sequence[Mapping[str, object]]) -> dict[tuple[str, str], fro
     return types
 
 
-def tagged(text: str, types: Types) -> Said:
+def tagged(text: str, types: Types) -> ParsedAnswer:
     """Read calls in `<tool_call>` tags: JSON, `<function=...>`, or `<arg_key>`.
 
     >>> tagged('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {})
@@ -111,7 +111,7 @@ def tagged(text: str, types: Types) -> Said:
     return _in_blocks(text, "<tool_call>", "</tool_call>", lambda block: _read_block(block, types))
 
 
-def llama(text: str, _: Types) -> Said:
+def llama(text: str, _: Types) -> ParsedAnswer:
     """Read an answer that is one or more objects of JSON, behind `<|python_tag|>` or not.
 
     >>> llama('{"name": "add", "parameters": {"a": 1}}', {}).calls
@@ -119,18 +119,18 @@ def llama(text: str, _: Types) -> Said:
     """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{") or '"name"' not in body:
-        return Said(text)
+        return ParsedAnswer(text)
     return _read_all(text, lambda: [_as_call(one) for one in _values(body, ";")])
 
 
-def mistral(text: str, _: Types) -> Said:
+def mistral(text: str, _: Types) -> ParsedAnswer:
     """Read what follows `[TOOL_CALLS]`: a list of JSON, or a name and `[ARGS]` for each call.
 
     >>> mistral('[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1}', {}).calls
     [('add', {'a': 1})]
     """
     content, *parts = text.split("[TOOL_CALLS]")
-    said = Said(content)
+    said = ParsedAnswer(content)
     for part in parts:
         name, named, arguments = part.partition("[ARGS]")
         if named:
@@ -144,14 +144,14 @@ def mistral(text: str, _: Types) -> Said:
     return said
 
 
-def harmony(text: str, _: Types) -> Said:
+def harmony(text: str, _: Types) -> ParsedAnswer:
     """Read the messages of an answer: those to functions are calls, those of the channel `analysis` are reasoning.
 
     >>> harmony('<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary'
     ...         ' <|constrain|>json<|message|>{"a": 1}', {})
     Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning='Hm.', ids=[])
     """
-    said = Said("")
+    said = ParsedAnswer("")
     for part in re.split(r"<\|(?:end|call|return)\|>", text):
         header, begun, body = part.partition("<|message|>")
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
@@ -170,7 +170,7 @@ def harmony(text: str, _: Types) -> Said:
     return said
 
 
-def gemma(text: str, _: Types) -> Said:
+def gemma(text: str, _: Types) -> ParsedAnswer:
     """Read calls whose arguments are JSON but for keys, which have no quotes, and texts, whose quotes are tokens.
 
     >>> gemma('<|tool_call>call:add{a:1,to:<|"|>me<|"|>}<tool_call|>', {}).calls
@@ -188,7 +188,7 @@ def gemma(text: str, _: Types) -> Said:
     return _in_blocks(text, "<|tool_call>", "<tool_call|>", read)
 
 
-def deepseek(text: str, _: Types) -> Said:
+def deepseek(text: str, _: Types) -> ParsedAnswer:
     """Read calls between marks: a name and JSON, which has a line of its own in a fence in the older form.
 
     >>> deepseek('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', {}).calls
@@ -207,7 +207,7 @@ def deepseek(text: str, _: Types) -> Said:
     return _in_blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
 
 
-def kimi(text: str, _: Types) -> Said:
+def kimi(text: str, _: Types) -> ParsedAnswer:
     """Read calls between marks: an id, which has the name and a number, and JSON.
 
     >>> kimi('<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', {})
@@ -233,18 +233,18 @@ class _NoCallError(ValueError):
     """A text is no call; every function that reads one raises it."""
 
 
-def _read_all(text: str, read: Callable[[], list[Call]]) -> Said:
+def _read_all(text: str, read: Callable[[], list[Call]]) -> ParsedAnswer:
     """Return the calls of a text, of which all or none are read."""
     try:
-        return Said("", read())
+        return ParsedAnswer("", read())
     except _NoCallError as error:
-        return Said(text, malformed=[str(error)])
+        return ParsedAnswer(text, malformed=[str(error)])
 
 
-def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call]) -> Said:
+def _in_blocks(text: str, opening: str, closing: str, read: Callable[[str], Call]) -> ParsedAnswer:
     """Return the calls between the marks of a text; one that cannot be read does not affect the others."""
     content, *parts = text.split(opening)
-    said, rests = Said(""), [content]
+    said, rests = ParsedAnswer(""), [content]
     for part in parts:
         block, is_closed, rest = part.partition(closing)
         try:

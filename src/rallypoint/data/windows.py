@@ -32,7 +32,7 @@ ItemT = TypeVar("ItemT")
 _NUM_HELD = 2
 
 
-class Rows(Generic[ExampleT]):
+class RowStream(Generic[ExampleT]):
     """The rows of data sets one after another, read from any place on."""
 
     def __init__(
@@ -52,14 +52,14 @@ class Rows(Generic[ExampleT]):
         self._counts: dict[int, int] = {}
 
     @staticmethod
-    def of_prompts(paths: Sequence[str | Path | DataSet], *, require_ground_truth: bool = True) -> Rows[Example]:
+    def of_prompts(paths: Sequence[str | Path | DataSet], *, require_ground_truth: bool = True) -> RowStream[Example]:
         """Return the prompts of data sets; see `load_dataset`."""
-        return Rows(paths, functools.partial(read_examples, require_ground_truth=require_ground_truth))
+        return RowStream(paths, functools.partial(read_examples, require_ground_truth=require_ground_truth))
 
     @staticmethod
-    def of_conversations(paths: Sequence[str | Path | DataSet], kind: Kind) -> Rows[NamedExample]:
+    def of_conversations(paths: Sequence[str | Path | DataSet], kind: Kind) -> RowStream[NamedExample]:
         """Return the conversations, or pairs of them, of data sets."""
-        return Rows(paths, functools.partial(read_conversations, kind=kind))
+        return RowStream(paths, functools.partial(read_conversations, kind=kind))
 
     def read(self, start: int, problems: Problems) -> Iterator[ExampleT]:
         """Yield the examples from the n-th row on; a row with a problem is reported, and none."""
@@ -103,7 +103,7 @@ class Windows(Generic[ExampleT, ItemT]):
 
     def __init__(
         self,
-        rows: Rows[ExampleT],
+        rows: RowStream[ExampleT],
         encode: Callable[[Sequence[ExampleT]], Sequence[ItemT]],
         *,
         num_rows: int,
@@ -198,7 +198,7 @@ class StreamedPrompts:
 
     def __init__(
         self,
-        parts: Sequence[Rows[Example]],
+        parts: Sequence[RowStream[Example]],
         encode: Callable[[Sequence[Example]], EncodedPrompts],
         tell: Callable[[EncodedPrompts], None],
         *,
@@ -275,7 +275,7 @@ class StreamedRows:
 
     def __init__(
         self,
-        rows: Rows[NamedExample],
+        rows: RowStream[NamedExample],
         encode: Callable[[Sequence[NamedExample]], EncodedRows],
         tell: Callable[[EncodedRows], None],
         *,

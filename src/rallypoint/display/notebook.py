@@ -13,7 +13,7 @@ from typing import Any, Self
 from rich.console import Console, RenderableType
 
 from rallypoint.display.frame import render
-from rallypoint.display.panel import Drawn
+from rallypoint.display.panel import DrawnPanel
 from rallypoint.display.summary import print_summary
 from rallypoint.run.reports import Summary
 
@@ -25,7 +25,7 @@ Show = Callable[[str], None]
 """Puts HTML in the place of what it put before."""
 
 
-class NotebookPanel(Drawn):
+class NotebookPanel(DrawnPanel):
     """Shows a run in an output of the cell that started it."""
 
     def __init__(self, show: Show, *, clock: Callable[[], float] = time.monotonic) -> None:

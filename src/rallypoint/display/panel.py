@@ -32,7 +32,7 @@ REFRESH_S = 1 / 3
 """Reports closer together than this share a frame; with the clock's own that is four a second."""
 
 
-class Drawn(Progress, abc.ABC):
+class DrawnPanel(Progress, abc.ABC):
     """Keeps the state of a run, and draws it anew when something was reported."""
 
     def __init__(self, clock: Callable[[], float], refresh_s: float) -> None:
@@ -84,7 +84,7 @@ class Drawn(Progress, abc.ABC):
         """Draw the state."""
 
 
-class LivePanel(Drawn):
+class LivePanel(DrawnPanel):
     """Shows a run in one panel that is redrawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:

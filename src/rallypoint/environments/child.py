@@ -30,7 +30,7 @@ from typing import Generic
 
 from rallypoint.environments.outcome import is_ours
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import DUMP_SIGNAL, CallT, Effort, OutcomeT, Task
+from rallypoint.environments.worker import DUMP_SIGNAL, CallT, Effort, OutcomeT, WorkerTask
 from rallypoint.errors import RewardError
 
 _LOAD_TIMEOUT_S = 120.0
@@ -48,7 +48,7 @@ _LOOK_S = 0.1
 class Child(Generic[CallT, OutcomeT]):
     """One process, and the driver's end of its connection. Only one thread at a time uses it; any may `kill` it."""
 
-    def __init__(self, work: Task[CallT, OutcomeT], log: Path | None) -> None:
+    def __init__(self, work: WorkerTask[CallT, OutcomeT], log: Path | None) -> None:
         """Start it; `load` comes next."""
         self._work, self._num_calls = work, 0
         self.wants = Wants()

@@ -42,7 +42,7 @@ class TurnInWords:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Conversation:
+class RolloutInWords:
     """A rollout that an episode made."""
 
     turns: tuple[TurnInWords, ...]
@@ -82,7 +82,7 @@ def turns_in_words(
     decode: Callable[[list[list[int]]], Sequence[str]],
     written: Callable[[Sequence[int]], str],
 ) -> tuple[TurnInWords, ...]:
-    """Return each turn in words; see `Conversation.of`."""
+    """Return each turn in words; see `RolloutInWords.of`."""
     texts = decode([list(turn.response) for turn in rollout.turns])
     return tuple(
         TurnInWords(

@@ -44,7 +44,7 @@ _ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "target", "
 """Columns that other data sets have for our `ground_truth`."""
 
 
-class Conversation(str):
+class ConversationText(str):
     """The text of a conversation's only message, which TRL's functions read as `completion[0]["content"]`.
 
     >>> said = Conversation("no")
@@ -233,7 +233,7 @@ class ByName:
         if "token_ids" in further:
             further[_IDS] = further["token_ids"]
         found = {**further, **columns, **{name: usual[name] for name in _USUAL}, "prompt": _prompt(usual["messages"])}
-        found |= dict.fromkeys(_RESPONSE, Conversation(usual["solution_str"]))
+        found |= dict.fromkeys(_RESPONSE, ConversationText(usual["solution_str"]))
         plural = {_plural(name): name for name in (*_RESPONSE, "prompt")} if self.is_plural else {}
         chosen: dict[str, Any] = {}
         for name in self.names:
@@ -294,4 +294,4 @@ def _plural(name: str) -> str:
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> object:
     """Return the text of a prompt of one message, and the messages of any other."""
-    return Conversation(messages[0]["content"], messages[0]["role"]) if len(messages) == 1 else list(messages)
+    return ConversationText(messages[0]["content"], messages[0]["role"]) if len(messages) == 1 else list(messages)

@@ -37,7 +37,7 @@ from rallypoint.environments.outcome import (
 )
 from rallypoint.environments.pool import Busy, Pool, units
 from rallypoint.environments.reward import RewardFunction, Scope, Wants, load_reward, no_function, wants_of
-from rallypoint.environments.worker import Wait, Work
+from rallypoint.environments.worker import ResultLoop, Work
 from rallypoint.errors import RewardError
 
 if TYPE_CHECKING:
@@ -205,11 +205,11 @@ class _Bounded:
     def __init__(self, function: RewardFunction, wants: Wants, timeout_s: float) -> None:
         self._function, self._wants, self._timeout_s = function, wants, timeout_s
         self._thread: BoundedThread | None = None
-        self._wait = Wait(timeout_s)
+        self._wait = ResultLoop(timeout_s)
 
     def __call__(self, calls: Sequence[RewardCall]) -> list[Outcome]:
         if self._thread is None:
-            self._thread, self._wait = BoundedThread(), Wait(self._timeout_s)
+            self._thread, self._wait = BoundedThread(), ResultLoop(self._timeout_s)
         ask = functools.partial(call_reward, self._function, calls, self._wants, self._wait)
         try:
             done = self._thread.do(ask, self._timeout_s + GRACE_S)

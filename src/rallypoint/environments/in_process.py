@@ -18,12 +18,12 @@ from rallypoint.environments.failures import EpisodeFailed, failure_kind_of
 from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded, named, packed
 from rallypoint.environments.outcome import is_ours, unwrapped
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import Call, Task
+from rallypoint.environments.worker import FunctionCall, WorkerTask
 from rallypoint.errors import UserCodeError, first_line
 from rallypoint.user_code import UserFunction, format_user_traceback
 
 
-class RolloutCall(Call, Protocol):
+class RolloutCall(FunctionCall, Protocol):
     """What such a function is called with for one rollout."""
 
     @property
@@ -46,7 +46,7 @@ class Returned:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutCallT]):
+class RolloutTask(WorkerTask[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutCallT]):
     """Such a function; the text of its file goes with it, so that all processes run the same."""
 
     function: UserFunction | None = None
@@ -77,7 +77,7 @@ class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutC
         """Call the function; return what it returns, and what says how many calls of its tools failed."""
 
     def load(self) -> tuple[Callable[..., object], Wants]:
-        """See `Task.load`."""
+        """See `WorkerTask.load`."""
         function = loaded(self.code, {}, self.WHOSE) if self.function is None else self.function.load()
         if (problem := self.misfit(function)) is not None:
             raise UserCodeError(problem)
@@ -90,7 +90,7 @@ class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutC
         calls: Sequence[RolloutCallT],
         wait: Callable[[Awaitable[object]], object],
     ) -> Sequence[Mapping[str, Any]]:
-        """See `Task.answer`."""
+        """See `WorkerTask.answer`."""
         del wants
         (call,) = calls
         value, num_tool_errors = self.begin(function, call)
@@ -103,11 +103,11 @@ class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutC
             return [dataclasses.asdict(EpisodeFailed("malformed", reason))]
 
     def read(self, answer: Mapping[str, Any]) -> Returned | EpisodeFailed:
-        """See `Task.read`."""
+        """See `WorkerTask.read`."""
         return EpisodeFailed(**answer) if "kind" in answer else Returned(**answer)
 
     def raised(self, error: BaseException) -> EpisodeFailed:
-        """See `Task.raised`."""
+        """See `WorkerTask.raised`."""
         kind, said = failure_kind_of(error), first_line(error)
         if kind == "overlong":
             return EpisodeFailed(kind, str(error))
@@ -115,11 +115,11 @@ class RolloutTask(Task[RolloutCallT, Returned | EpisodeFailed], Generic[RolloutC
         return EpisodeFailed(kind, reason, format_user_traceback(error, skip=is_ours))
 
     def ended(self, reason: str, where: str) -> EpisodeFailed:
-        """See `Task.ended`."""
+        """See `WorkerTask.ended`."""
         return EpisodeFailed("raised", reason, where)
 
     def timed_out(self, where: str) -> EpisodeFailed:
-        """See `Task.timed_out`."""
+        """See `WorkerTask.timed_out`."""
         return EpisodeFailed("timeout", f"{self.WHOSE} took longer than {self.timeout_s:g} s", where)
 
 

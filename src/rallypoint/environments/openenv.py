@@ -33,7 +33,7 @@ _PAUSE_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """What an environment answers."""
 
     observation: Mapping[str, Any]
@@ -74,7 +74,7 @@ class OpenEnv:
         if self._connection is not None:
             await self._connection.close()
 
-    async def reset(self, **fields: Any) -> Step:
+    async def reset(self, **fields: Any) -> StepResult:
         """Begin an episode, with `seed`, `episode_id` and what else the environment takes.
 
         Raises:
@@ -92,11 +92,11 @@ class OpenEnv:
             self._connection = None
             await asyncio.sleep(_PAUSE_S)
 
-    async def step(self, action: Mapping[str, Any]) -> Step:
+    async def step(self, action: Mapping[str, Any]) -> StepResult:
         """Take an action; raises as `reset` does."""
         return await self._ask("step", action)
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Step:
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> StepResult:
         from websockets.asyncio.client import connect
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -112,4 +112,4 @@ class OpenEnv:
         said = answer["data"]
         if answer["type"] == "error":
             raise OpenEnvError(str(said.get("code")), str(said.get("message")))
-        return Step(said["observation"], said.get("reward"), bool(said.get("done")))
+        return StepResult(said["observation"], said.get("reward"), bool(said.get("done")))

@@ -23,7 +23,7 @@ from typing import Any, Generic
 from rallypoint.environments.child import Child
 from rallypoint.environments.futures import dealt
 from rallypoint.environments.reward import Wants
-from rallypoint.environments.worker import CallT, Effort, OutcomeT, Task
+from rallypoint.environments.worker import CallT, Effort, OutcomeT, WorkerTask
 from rallypoint.errors import RewardError
 
 MAX_PROCESSES, MAX_WAITING = 16, 128
@@ -101,7 +101,7 @@ class Pool(Generic[CallT, OutcomeT]):
 
     def __init__(
         self,
-        work: Task[CallT, OutcomeT],
+        work: WorkerTask[CallT, OutcomeT],
         *,
         num_processes: int | None = None,
         log: Path | None = None,

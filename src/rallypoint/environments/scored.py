@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rallypoint.algorithms import Advantage, has_signal
 from rallypoint.data.dataset import Example
-from rallypoint.environments.conversation import Conversation
+from rallypoint.environments.conversation import RolloutInWords
 from rallypoint.environments.failures import RewardFailure, RolloutFailure
 from rallypoint.environments.outcome import FAILURE_KINDS, NO_TOKEN, Failure, Outcome, Scores, too_large
 from rallypoint.types.batch import RolloutBatch, ScoredBatch
@@ -66,7 +66,7 @@ class ScoredGroup:
     """Response of each row, without special tokens."""
     outcomes: list[Outcome | None]
     """What became of each row; None where the function was not asked any more."""
-    conversations: tuple[Conversation | None, ...] = ()
+    conversations: tuple[RolloutInWords | None, ...] = ()
     """What was said in each row; None, or nothing at all, where that is one response to its prompt."""
 
     def has_signal(self, advantage: Advantage) -> bool:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from rallypoint.environments.asking import Asking
-from rallypoint.environments.conversation import Conversation
+from rallypoint.environments.conversation import RolloutInWords
 from rallypoint.environments.failures import RolloutFailure, check_failures, most_failures
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import FAILURE_KINDS, Failure, Outcome, RewardCall
@@ -103,7 +103,7 @@ class Scoring:
         rows, own = group.rows, group.own or [None] * len(group.rows)
         texts = self._decode(responses) if (responses := rows.responses()) else []
         said = tuple(
-            Conversation.of(each, decode=self._decode, written=lambda ids: "".join(self._token_texts(ids)))
+            RolloutInWords.of(each, decode=self._decode, written=lambda ids: "".join(self._token_texts(ids)))
             for each in group.rollouts
         )
         self._groups[index] = ScoredGroup(rows, tuple(group.examples), tuple(texts), [*own], said)

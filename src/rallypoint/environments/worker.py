@@ -1,6 +1,6 @@
 """The program of a process that scores or runs an agent: it imports the file, answers calls, and ends with its driver.
 
-Consumes: what to do (`Task`), then calls, pickled. Produces: an answer to each, as JSON, since what comes
+Consumes: what to do (`WorkerTask`), then calls, pickled. Produces: an answer to each, as JSON, since what comes
 from here may one day be written by somebody who is not to be trusted. Waits for: the next call. Unblocked by: it, or
 by the end of the driver, which closes the connection; a worker that is busy then is ended by the kernel.
 """
@@ -48,7 +48,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 """Has a worker write where it is, from C and at once, whatever its interpreter does."""
 
 
-class Call(Protocol):
+class FunctionCall(Protocol):
     """What a function is asked once."""
 
     @property
@@ -62,12 +62,12 @@ class Call(Protocol):
         ...
 
 
-CallT = TypeVar("CallT", bound=Call)
+CallT = TypeVar("CallT", bound=FunctionCall)
 OutcomeT = TypeVar("OutcomeT")
 
 
 @dataclasses.dataclass(frozen=True)
-class Task(abc.ABC, Generic[CallT, OutcomeT]):
+class WorkerTask(abc.ABC, Generic[CallT, OutcomeT]):
     """The function that a process calls, and its limits; pickled, as it comes to the process."""
 
     WHOSE: ClassVar[str]
@@ -128,13 +128,13 @@ class Task(abc.ABC, Generic[CallT, OutcomeT]):
         """Return what it is that it took too long."""
 
 
-class Work(Task[RewardCall, Outcome]):
+class Work(WorkerTask[RewardCall, Outcome]):
     """A reward function."""
 
     WHOSE = "the reward function"
 
     def load(self) -> tuple[Callable[..., object], Wants]:
-        """See `Task.load`."""
+        """See `WorkerTask.load`."""
         function = loaded(self.code, self.parameters) if self.code else load_reward(self.spec, self.parameters)
         return function, wants_of(function)
 
@@ -145,23 +145,23 @@ class Work(Task[RewardCall, Outcome]):
         calls: Sequence[RewardCall],
         wait: Callable[[Awaitable[object]], object],
     ) -> Sequence[Mapping[str, Any]]:
-        """See `Task.answer`."""
+        """See `WorkerTask.answer`."""
         return [as_json(outcome) for outcome in call_reward(function, calls, wants, wait)]
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:
-        """See `Task.read`."""
+        """See `WorkerTask.read`."""
         return from_json(answer)
 
     def raised(self, error: BaseException) -> Outcome:
-        """See `Task.raised`."""
+        """See `WorkerTask.raised`."""
         return raised(error)
 
     def ended(self, reason: str, where: str) -> Outcome:
-        """See `Task.ended`."""
+        """See `WorkerTask.ended`."""
         return Failure("crashed", reason, where)
 
     def timed_out(self, where: str) -> Outcome:
-        """See `Task.timed_out`."""
+        """See `WorkerTask.timed_out`."""
         return timed_out(self.timeout_s, where)
 
 
@@ -199,14 +199,14 @@ def main(connection: int, dump: int, driver: int) -> None:
 
 
 def _serve(channel: Connection) -> None:
-    work: Task[Any, Any] = pickle.loads(channel.recv_bytes())
+    work: WorkerTask[Any, Any] = pickle.loads(channel.recv_bytes())
     _limit_memory(work.max_memory_gib)
     try:
         function, wants = work.load()
     except (RewardError, UserCodeError) as error:
         return _answer(channel, {"problem": str(error)})
     _answer(channel, dataclasses.asdict(wants))
-    wait = Wait(work.timeout_s)
+    wait = ResultLoop(work.timeout_s)
     pid = os.getpid()
     while True:
         calls: Sequence[Any] = pickle.loads(channel.recv_bytes())
@@ -273,7 +273,7 @@ def _answer(channel: Connection, answer: dict[str, Any]) -> None:
     channel.send_bytes(json.dumps(answer).encode())
 
 
-class Wait:
+class ResultLoop:
     """Awaits the results of async functions, on one loop, so that a client that one call opens serves the next."""
 
     def __init__(self, timeout_s: float) -> None:

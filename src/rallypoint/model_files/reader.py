@@ -54,7 +54,7 @@ _REMEDY = "copy or download the file again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, as its header describes it."""
 
     path: Path
@@ -83,7 +83,7 @@ class TensorFiles:
         Raises:
             ModelError: a file is missing, truncated or not safetensors, or two files have a tensor of the same name.
         """
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._files: dict[Path, int] = {}
         with contextlib.ExitStack() as unless_all_open:
             unless_all_open.callback(self.close)
@@ -184,7 +184,7 @@ class _Buffer(threading.local):
 class _Reader:
     """Reads from one tensor in a file."""
 
-    def __init__(self, file: int, entry: Entry, buffer: _Buffer) -> None:
+    def __init__(self, file: int, entry: TensorEntry, buffer: _Buffer) -> None:
         self._file, self._dtype, self._size = file, entry.dtype, entry.dtype.itemsize
         self._buffer = buffer
 
@@ -236,7 +236,7 @@ class _Reader:
             done += count
 
 
-def _read_header(path: Path, file: int) -> dict[str, Entry]:
+def _read_header(path: Path, file: int) -> dict[str, TensorEntry]:
     info = os.fstat(file)
     if not stat.S_ISREG(info.st_mode):
         raise ModelError(f"{path}: expected a safetensors file, found a folder or a device")
@@ -266,7 +266,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _entries(
     path: Path, header: dict[str, dict[str, object]], data: int, file_size: int
-) -> Iterator[tuple[str, Entry]]:
+) -> Iterator[tuple[str, TensorEntry]]:
     """Yield the tensors of a header, whose bytes must fill the rest of the file without gap or overlap."""
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
@@ -280,7 +280,7 @@ def _entries(
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: {end - begin} bytes for {list(shape)} of {dtype}")
         spans.append((begin, end, name))
-        yield name, Entry(path, dtype, shape, data + begin)
+        yield name, TensorEntry(path, dtype, shape, data + begin)
     expected = 0
     for begin, end, name in sorted(spans):
         if begin != expected:

@@ -3,7 +3,7 @@
 Must not know: files, optimizers, roles, losses.
 """
 
-from rallypoint.models.attention import ATTENTION, PackedRows, Rows
+from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part, rectangles_of
@@ -13,11 +13,11 @@ from rallypoint.models.shard import MAKING, ModelShard, gather, named_weights, s
 __all__ = [
     "ATTENTION",
     "MAKING",
+    "AttentionRows",
     "LoRALinear",
     "ModelShard",
     "PackedRows",
     "Part",
-    "Rows",
     "SharedPrefixes",
     "adapt_alike",
     "adapted_layers",

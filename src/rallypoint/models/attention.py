@@ -38,7 +38,7 @@ ATTENTION = "rallypoint_rows"
 _UNSUPPORTED = ("s_aux", "position_bias")
 
 
-class Rows(Protocol):
+class AttentionRows(Protocol):
     """The rows of a stream, as attention layers see them."""
 
     def attend(
@@ -69,12 +69,12 @@ def attend_rows(
     scaling: float,
     dropout: float = 0.0,
     *,
-    rows: Rows,
+    rows: AttentionRows,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `Rows`.
+    """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `AttentionRows`.
 
     Raises:
         ValueError: the layer has an option that is not supported yet and would change the result.
@@ -134,7 +134,7 @@ class PackedRows:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
-        """See `Rows.attend`."""
+        """See `AttentionRows.attend`."""
         del layer
         kv_heads, share = key.shape[1], query.shape[1] // key.shape[1]
         kernel = find_varlen(query, kv_heads, limits)

@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
 from rallypoint.families import FAMILIES
-from rallypoint.models.attention import Rows
+from rallypoint.models.attention import AttentionRows
 from rallypoint.models.experts import replace_routers
 from rallypoint.models.kernels import find_kernels
 from rallypoint.models.layer_kernels import find_layer_kernels
@@ -67,7 +67,7 @@ class _OnRows:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
-        rows: Rows | None = None,
+        rows: AttentionRows | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[1, T, E] -> [1, T, E], and no attention weights."""

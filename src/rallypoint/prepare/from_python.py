@@ -30,7 +30,7 @@ Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 
 @runtime_checkable
-class Table(Protocol):
+class DataFrame(Protocol):
     """A DataFrame of pandas."""
 
     def itertuples(self) -> Iterable[object]:
@@ -58,7 +58,7 @@ class _Number(Protocol):
     def tolist(self) -> object: ...
 
 
-Data: TypeAlias = str | Path | Sequence[str | Path] | Rows | Table
+Data: TypeAlias = str | Path | Sequence[str | Path] | Rows | DataFrame
 """One file, several, or rows."""
 Model: TypeAlias = str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase]
 """A folder, a name on the hub, or a model of transformers with its tokenizer."""
@@ -136,7 +136,7 @@ def _rows_in(data: object) -> Iterable[Any]:
     Raises:
         DataError: it is one row, the splits of a data set, or nothing that yields rows.
     """
-    if isinstance(data, Table):
+    if isinstance(data, DataFrame):
         return data.to_dict("records")
     if isinstance(data, Mapping):
         found = cast("Mapping[str, object]", data)

@@ -21,7 +21,7 @@ from rallypoint.data import (
     EncodedPrompts,
     EncodedRows,
     Example,
-    Rows,
+    RowStream,
     StreamedPrompts,
     StreamedRows,
     encode_prompts,
@@ -106,7 +106,7 @@ class Found:
         datasets, weights = data_sets(config, "data.train"), [weight_of(one) for one in config.data.train]
         if kind != "prompts":
             return StreamedRows(
-                Rows.of_conversations(datasets, kind),
+                RowStream.of_conversations(datasets, kind),
                 lambda read: self._encode_rows(config, Conversations.of(read), may_be_empty=True),
                 lambda found: say_fates(found, self.most_tokens(config), say),
                 num_rows=config.data.stream_rows,
@@ -116,7 +116,7 @@ class Found:
             )
         parts = [[one] for one in datasets] if any(weights) else [datasets]
         return StreamedPrompts(
-            [Rows.of_prompts(part, require_ground_truth=_reads_truth(config)) for part in parts],
+            [RowStream.of_prompts(part, require_ground_truth=_reads_truth(config)) for part in parts],
             lambda examples: self._encode_prompts(config, examples, may_be_empty=True),
             lambda found: say_fates(found, self.most_tokens(config), say),
             num_rows=config.data.stream_rows,

@@ -46,7 +46,7 @@ _LIMIT_S, _POLL_S = 300.0, 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class DrillOutcome:
     """How a drill went."""
 
     drill: Drill
@@ -158,7 +158,7 @@ class Drills:
                 stack.enter_context(keep)
             yield self
 
-    def do(self, drill: Drill) -> Outcome:
+    def do(self, drill: Drill) -> DrillOutcome:
         """Do a drill."""
         twin = None if drill.run == "ahead" else self._twin(drill.run)
         self._num += 1
@@ -199,7 +199,7 @@ class Drills:
 
     def _judged(
         self, drill: Drill, run: RunFolder, twin: RunFolder | None, at_s: float, why: str, problem: str
-    ) -> Outcome:
+    ) -> DrillOutcome:
         noted = run.path / NOTED
         if drill.fails:
             at_s = float(noted.read_text().split()[0]) if noted.is_file() else 0.0
@@ -210,7 +210,7 @@ class Drills:
                 with _failing(drill.fails):
                     resumed = _train(run, (), resume=True)
         if problem or resumed:
-            return Outcome(drill, None, None, "", problem or f"it does not go on: {resumed}")
+            return DrillOutcome(drill, None, None, "", problem or f"it does not go on: {resumed}")
         entries = list(read_journal(run.journal))
         lost = [(entry.time_s, entry.event.why) for entry in entries if isinstance(entry.event, RoleLost)]
         back = [entry.event.seconds for entry in entries if isinstance(entry.event, RolesRestarted)]
@@ -226,7 +226,7 @@ class Drills:
             problem = f"expected {drill.num_lost} losses, found {[why for _, why in lost]}"
         else:
             problem = self._unlike(run, twin)
-        return Outcome(drill, noticed_s, back_s, went_on, problem)
+        return DrillOutcome(drill, noticed_s, back_s, went_on, problem)
 
     def _unlike(self, run: RunFolder, twin: RunFolder | None) -> str:
         """Say where a run parts from its twin, or from the run that repeats its journal; empty if it does not."""

@@ -47,15 +47,16 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
-from rallypoint.sampling.group import Rewards, Watch
+from rallypoint.sampling.group import Scorers, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import Prompts
+from rallypoint.sampling.prompts import PromptSets
 from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches
 from rallypoint.sampling.source import RolloutSource
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Setup:
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedPrompts | StreamedPrompts), "the recipe is declared with prompts"
         assert isinstance(validation, EncodedPrompts | None), "likewise"
-        prompts = Prompts(train, validation, self.material.tokenizer, self.material.stop_tokens)
+        prompts = PromptSets(train, validation, self.material.tokenizer, self.material.stop_tokens)
         if self.recorded is not None:
             return RecordedSource(self.config, self.recorded, prompts, self.grader, self.journal.say)
         rollout = self.config.rollout
@@ -121,9 +122,9 @@ class Setup:
             self.config,
             mailbox,
             prompts,
-            Rewards(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
+            Scorers(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
-            Watch(self.journal),
+            Watch(self.journal, Timekeeper()),
             self.kept,
         )
 

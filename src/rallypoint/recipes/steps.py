@@ -62,7 +62,7 @@ _NUM_SHOWN = 8
 
 
 @dataclasses.dataclass(slots=True)
-class Steps:
+class RemainingSteps:
     """One start of a run: the steps that are still to do."""
 
     setup: Setup
@@ -359,7 +359,7 @@ class Starts:
         self.beginning = dataclasses.replace(self.beginning, config=smaller)
         self._is_smaller = True
 
-    async def _begin(self, supervisor: Supervisor, saved: Path | None) -> Steps:
+    async def _begin(self, supervisor: Supervisor, saved: Path | None) -> RemainingSteps:
         self.journal.say("starting the roles", level="wait")
         config, material = self.beginning.config, self.material
         where = rendezvous_of(config, self.runtime)
@@ -375,7 +375,7 @@ class Starts:
         saver = Saver(setup, recipe, record, self.folder, self.files)
         if saved is not None:
             await saver.restore(saved)
-        return Steps(setup, recipe, saver, self.endpoint, self.progress, self.observer, self.began_s)
+        return RemainingSteps(setup, recipe, saver, self.endpoint, self.progress, self.observer, self.began_s)
 
     async def _end(self) -> None:
         """End all roles, whatever they do."""

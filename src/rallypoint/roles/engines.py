@@ -15,7 +15,7 @@ from rallypoint.errors import ModelError
 from rallypoint.generation import GenerationEngine, HFEngine, NativeEngine
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.requests import Decode
-from rallypoint.generation.vllm import Connection, Launch, Outline, ServerProcess, VLLMEngine
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
 from rallypoint.install import find_engine
 from rallypoint.model_files import adapters_of, outline_policy
 from rallypoint.prepare.plan import make_plan
@@ -76,7 +76,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
         adapter_rank=_adapter_rank(model.lora),
     )
-    connection = Connection(
+    connection = VllmConnection(
         lambda folder: ServerProcess(launch, folder),
         takes_adapters=launch.adapter_rank is not None,
         gives_memory=context.device != "cpu",

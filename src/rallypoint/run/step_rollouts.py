@@ -18,7 +18,7 @@ import torch
 from rallypoint.algorithms import rows_that_learn
 from rallypoint.data import Example, whole_text
 from rallypoint.environments.attempts import Attempt, answer_in
-from rallypoint.environments.conversation import Conversation, TurnInWords
+from rallypoint.environments.conversation import RolloutInWords, TurnInWords
 from rallypoint.environments.scored import Scored, ScoredGroup
 from rallypoint.types import ActorBatch, RolloutBatch, Sequences
 
@@ -64,7 +64,7 @@ class StepRollouts:
     """Whether nothing is learned from a row whose advantages are all 0, as nothing but rewards is."""
     replaced: Set[int] = frozenset()
     """Indices of the prompts whose groups were replaced by others: nothing was learned from them."""
-    conversations: Sequence[Conversation | None] = ()
+    conversations: Sequence[RolloutInWords | None] = ()
     """What was said in each of `rows`; None, or nothing at all, where that is one response to its prompt."""
 
     @classmethod

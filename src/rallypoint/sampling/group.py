@@ -45,7 +45,7 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rewards:
+class Scorers:
     """What scores rollouts."""
 
     grader: Grader
@@ -60,6 +60,7 @@ class Watch:
     """Who is told what happens and what is waited for, and when."""
 
     journal: Journal
+    times: Timekeeper
     patience_s: float = 30.0
     """Seconds that a step waits before it names a group that is much slower than the others."""
     grace_s: float = 5.0
@@ -128,7 +129,7 @@ class InFlight:
         config: RunConfig,
         mailbox: Mailbox,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: Rewards,
+        rewards: Scorers,
         episode: Episode,
         watch: Watch,
         kept: KeptGroups,
@@ -151,7 +152,6 @@ class InFlight:
         self._config, self._mailbox, self._rewards = config, mailbox, rewards
         self._episode = with_prompt_first(episode)
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
-        self.times = Timekeeper()
         # Each admitted batch keeps one busy, and asyncio's own are few.
         self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
         self._interrupted = asyncio.Event()
@@ -260,8 +260,7 @@ class InFlight:
         in_flight = batch.groups[place]
         in_flight.sampled_s, in_flight.turns = self._watch.now(), tuple(turns_of(kept))
         own, rollouts = [*map(scores_of, kept.values())], tuple(kept.values())
-        group = SampledGroup(rows, [prompt.example] * len(rows), own, failures, rollouts)
-        batch.scoring.add(place, group)
+        batch.scoring.add(place, group := SampledGroup(rows, [prompt.example] * len(rows), own, failures, rollouts))
         return group
 
     def hurry(self) -> None:
@@ -340,7 +339,8 @@ class InFlight:
                 await asyncio.wait({task, self._failure}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if self._failure.done():
                     self._failure.result()
-                if not task.done() and (told := self._held_up(groups) or self.times.slowest(groups, self._watch.now())):
+                told = self._held_up(groups) or self._watch.times.slowest(groups, self._watch.now())
+                if told and not task.done():
                     self._watch.journal.say(told)
             return task.result()
         finally:

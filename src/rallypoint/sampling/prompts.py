@@ -18,7 +18,7 @@ from rallypoint.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompts:
+class PromptSets:
     """What is sampled, and what texts are made of."""
 
     train: EncodedPrompts | StreamedPrompts

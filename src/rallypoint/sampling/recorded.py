@@ -30,7 +30,7 @@ from rallypoint.roles.publishing import Publisher, Replica, Stream, Subscriber, 
 from rallypoint.run.rollouts import read_rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone
-from rallypoint.sampling.prompts import Prompts, TrainingPrompts
+from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
 from rallypoint.sampling.sampled import Sampled, penalty_of
 from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, offsets_from_lengths
 from rallypoint.weights import TransferPlan
@@ -57,7 +57,7 @@ class RecordedSource:
     """The batches of an earlier run, step by step; see `Batches`."""
 
     def __init__(
-        self, config: RunConfig, recorded: Recorded, prompts: Prompts, grader: Grader, say: Callable[[str], None]
+        self, config: RunConfig, recorded: Recorded, prompts: PromptSets, grader: Grader, say: Callable[[str], None]
     ) -> None:
         """Begin before the first step.
 

@@ -37,20 +37,20 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """The batch of a step and its groups."""
 
     batch: BatchTaken
     groups: Sequence[GroupScored]
 
 
-def read_steps(journal: Path) -> list[Step]:
+def read_steps(journal: Path) -> list[MeasuredStep]:
     """Return the steps of a run's longest part between starts and losses of processes, from the file of its journal.
 
     Raises:
         RunFolderError: it is damaged.
     """
-    parts, groups = [list[Step]()], dict[int, GroupScored]()
+    parts, groups = [list[MeasuredStep]()], dict[int, GroupScored]()
     for entry in read_journal(journal):
         match entry.event:
             case RunBegan() | RolesRestarted():
@@ -58,11 +58,11 @@ def read_steps(journal: Path) -> list[Step]:
             case GroupScored(validation=None) as group:
                 groups[group.prompt] = group
             case BatchTaken() as batch:
-                parts[-1].append(Step(batch, [groups.pop(prompt) for prompt in batch.prompts]))
+                parts[-1].append(MeasuredStep(batch, [groups.pop(prompt) for prompt in batch.prompts]))
     return max(parts, key=len)
 
 
-def settled(steps: Sequence[Step]) -> Sequence[Step]:
+def settled(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
     """Leave out the first steps, a quarter of them and five at most: processes start in them."""
     return steps[min(5, len(steps) // 4) :]
 
@@ -99,7 +99,7 @@ class Speed:
 class Measured:
     """What a run has measured of its ranks and groups."""
 
-    def __init__(self, steps: Sequence[Step], max_rows: float = math.inf) -> None:
+    def __init__(self, steps: Sequence[MeasuredStep], max_rows: float = math.inf) -> None:
         """Read it off at least two steps of one start; `max_rows` is that of `Speed`."""
         self.steps, groups = steps, [group for step in steps for group in step.groups]
         self._spans = np.array([(group.admitted_s, group.sampled_s) for group in groups])
@@ -139,7 +139,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class Timing:
     """Seconds of a step, and shares of the time in which ranks sample nothing and the trainer waits for a batch."""
 
     step_s: float
@@ -149,13 +149,13 @@ class Outcome:
     """Staleness of each group, by the weights that were loaded when it was admitted."""
 
 
-def measured_outcome(steps: Sequence[Step]) -> Outcome:
+def measured_outcome(steps: Sequence[MeasuredStep]) -> Timing:
     """Return what a run took from its first batch to its last, without its staleness, which its metrics have."""
     first, *batches = (step.batch for step in steps)
     total = max(_NO_TIME, batches[-1].taken_s - first.taken_s)
     idle = 1 - sum(sum(batch.busy_s) for batch in batches) / (total * len(first.busy_s))
     waited = sum(batch.taken_s - batch.asked_s for batch in batches)
-    return Outcome(total / len(batches), max(0.0, idle), waited / total)
+    return Timing(total / len(batches), max(0.0, idle), waited / total)
 
 
 class Simulation:
@@ -182,7 +182,7 @@ class Simulation:
         self._timed: list[tuple[float, int, bool]] = []
         """A heap of groups that are scored, or not yet sampled, and when that ends."""
 
-    def run(self, num_warmup_steps: int = 0) -> Outcome:
+    def run(self, num_warmup_steps: int = 0) -> Timing:
         """Return what it takes from the first batch after steps that do not count to the last one."""
         steps, began, waited, ages = self._measured.steps, 0.0, 0.0, list[int]()
         for number in range(self._num_steps):
@@ -208,7 +208,7 @@ class Simulation:
                 self._pass(self._slice_s / 2 if self._ends else 0.0)  # weights wait for the slice's end
         total = max(_NO_TIME, self._now - began)
         idle = 1 - self._measured.busy * self._busy / (total * self._num_ranks)
-        return Outcome(total / (self._num_steps - num_warmup_steps - 1), idle, waited / total, ages)
+        return Timing(total / (self._num_steps - num_warmup_steps - 1), idle, waited / total, ages)
 
     def _pass(self, seconds: float) -> None:
         """Let everything happen that does in a finite time."""

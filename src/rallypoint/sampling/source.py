@@ -30,11 +30,11 @@ from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.client import sampling_params
-from rallypoint.sampling.group import GroupInFlight, InFlight, Rewards, Watch
+from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import Prompts, TrainingPrompts
+from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
 from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
 
@@ -54,8 +54,8 @@ class RolloutSource:
         self,
         config: RunConfig,
         mailbox: Mailbox,
-        prompts: Prompts,
-        rewards: Rewards,
+        prompts: PromptSets,
+        rewards: Scorers,
         episode: Episode,
         watch: Watch,
         kept: KeptGroups,
@@ -163,7 +163,7 @@ class RolloutSource:
     async def load(self, version: int, published: Path | None = None) -> None:
         """Have the ranks load new weights; a run that samples ahead has more to sample then."""
         await self.mailbox.load(version, published)
-        self._in_flight.times.loaded_s = self._watch.now()
+        self._watch.times.loaded_s = self._watch.now()
         if self._config.rollout.max_staleness:
             self._admit()
 
@@ -177,7 +177,7 @@ class RolloutSource:
                 previous batch.
             AbandonedError: the run is ending, and the reward function did not return in time.
         """
-        rollout, times = self._config.rollout, self._in_flight.times
+        rollout, times = self._config.rollout, self._watch.times
         times.asked_s = self._watch.now()
         await self._begin_again()
         groups, replaced, counts = await self._choose()

@@ -18,7 +18,7 @@ from typing import ClassVar, cast
 
 from rallypoint.errors import RallyError
 from rallypoint.serving.requests import ChatRequest, refused, without_nulls
-from rallypoint.serving.responses import JSON, Delta, Shape, ToolCall, error_fields, event, fingerprint, status_of
+from rallypoint.serving.responses import JSON, AnsweredCall, Delta, Shape, error_fields, event, fingerprint, status_of
 
 _REFUSED = {
     "thinking": "how much the model reasons is up to its chat template; leave it out, or give chat_template_kwargs",
@@ -225,7 +225,7 @@ class MessagesWriter:
             for call in delta.calls:
                 yield from self._call(call)
 
-    def _call(self, call: ToolCall) -> Iterator[dict[str, JSON]]:
+    def _call(self, call: AnsweredCall) -> Iterator[dict[str, JSON]]:
         yield from self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
         self._blocks[-1]["input"] = json.loads(call.arguments)
         yield self._at("content_block_delta", {"type": "input_json_delta", "partial_json": call.arguments})

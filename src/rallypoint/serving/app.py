@@ -68,7 +68,7 @@ def key_of(headers: Headers) -> str:
     return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-class Guard:
+class AccessGuard:
     """Lets those pass who may call."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -138,7 +138,7 @@ def make_app(model: Model, access: Access, measured: Callable[[], str] | None = 
             Route("/v1/completions", SamplingRoute(model, CompletionRequest, *limits), methods=["POST"]),
             Route("/inference/v1/generate", SamplingRoute(model, GenerateRequest, *limits), methods=["POST"]),
         ],
-        [Middleware(Guard, access=access)],
+        [Middleware(AccessGuard, access=access)],
     )
 
 

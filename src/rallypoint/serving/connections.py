@@ -116,7 +116,7 @@ class Stage(enum.Enum):
     CLOSING = "the client to read what came before the end"
 
 
-class Room:
+class OpenConnections:
     """The open connections, at most `capacity`.
 
     When another one comes, those that have waited longest for their clients are closed, a sixteenth at a time: a client
@@ -129,16 +129,16 @@ class Room:
     ) -> None:
         """Begin without connections."""
         self.capacity, self.deadlines, self.complain, self.clock = capacity, deadlines, complain, clock
-        self._connections: set[Connection] = set()
+        self._connections: set[HttpConnection] = set()
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, connection: HttpConnection) -> None:
         """Add a new connection."""
         self._connections.add(connection)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         """Forget one that has ended."""
         self._connections.discard(connection)
 
@@ -165,10 +165,10 @@ class Room:
         self.complain.write_due()
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """uvicorn's side of a connection, with deadlines."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, room: Room) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, room: OpenConnections) -> None:
         super().__init__(config, state, {})
         self.logger = room.complain.logger
         self._room = room

@@ -52,7 +52,7 @@ _KINDS: Mapping[type[ClientRequest], Literal["chat", "text", "tokens"]] = {
 """Kinds of requests -> kinds of answers."""
 
 
-class Sampler(Protocol):
+class ServedEngine(Protocol):
     """What is known of an engine, or of several that act as one."""
 
     @property
@@ -72,7 +72,7 @@ class Model:
 
     name: str
     """Name by which clients ask for it."""
-    engine: Sampler
+    engine: ServedEngine
     """What is known of the engine; requests go over the bridge."""
     bridge: Bridge
     codec: Codec

@@ -47,14 +47,14 @@ class Delta:
     """All of its reasoning, once that is known."""
 
     @property
-    def calls(self) -> list[ToolCall]:
+    def calls(self) -> list[AnsweredCall]:
         """Calls of tools, at the end."""
         calls = cast("Sequence[Mapping[str, str]]", (self.message or {}).get("tool_calls") or ())
         functions = [cast("Mapping[str, str]", call["function"]) for call in calls]
-        return [ToolCall(call["id"], f["name"], f["arguments"]) for call, f in zip(calls, functions, strict=True)]
+        return [AnsweredCall(call["id"], f["name"], f["arguments"]) for call, f in zip(calls, functions, strict=True)]
 
 
-class ToolCall(NamedTuple):
+class AnsweredCall(NamedTuple):
     """A call in an answer."""
 
     id: str

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rallypoint.errors import ServingError
-from rallypoint.serving.connections import Complaints, Connection, Deadlines, Room, refusal
+from rallypoint.serving.connections import Complaints, Deadlines, HttpConnection, OpenConnections, refusal
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Names under which a machine reaches itself."""
@@ -112,10 +112,10 @@ class Server:
             deadlines: of connections.
         """
         self._grace_s, self._socket, self._on_end = grace_s, bound, on_end
-        self._room = Room(_capacity(), deadlines, Complaints(say))
+        self._room = OpenConnections(_capacity(), deadlines, Complaints(say))
         self._config = uvicorn.Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -217,8 +217,8 @@ class Server:
                     self._room.complain(f"a connection could not be taken over: {error.strerror}")
             await asyncio.sleep(0)
 
-    def _connection(self) -> Connection:
-        return Connection(self._config, self._server.server_state, self._room)
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self._config, self._server.server_state, self._room)
 
     async def _watch(self) -> None:
         while True:

@@ -13,10 +13,10 @@ from typing import Self
 import pytest
 
 from rallypoint.cluster import (
+    DispatchRule,
     Layout,
-    Part,
+    RankArguments,
     ResourcePool,
-    Rule,
     WorkerContext,
     WorkerGroup,
     at_step,
@@ -70,7 +70,9 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    @dispatched(Rule("last", lambda mesh, args, kwargs: [None] * (mesh.size - 1) + [Part(args, kwargs)], list))
+    @dispatched(
+        DispatchRule("last", lambda mesh, args, kwargs: [None] * (mesh.size - 1) + [RankArguments(args, kwargs)], list)
+    )
     def last_sleeps(self, seconds: float) -> None:
         time.sleep(seconds)
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rallypoint.cluster import (
+    DispatchRule,
     Layout,
     Mesh,
-    Part,
+    RankArguments,
     ResourcePool,
-    Rule,
     WorkerContext,
     WorkerGroup,
     broadcast,
@@ -50,7 +50,7 @@ class Rows:
 
 
 def backwards(mesh, args, kwargs):
-    return [Part((args[0][-1 - rank],), kwargs) for rank in range(mesh.size)]
+    return [RankArguments((args[0][-1 - rank],), kwargs) for rank in range(mesh.size)]
 
 
 class Worker:
@@ -109,15 +109,15 @@ class Worker:
     def place(self) -> tuple[int, dict[str, int]]:
         return os.getpid(), self.context.mesh.coordinates(self.context.rank)
 
-    @dispatched(Rule("backwards", backwards, list))
+    @dispatched(DispatchRule("backwards", backwards, list))
     def mirrored(self, item: str) -> str:
         return f"{self.context.rank}{item}"
 
-    @dispatched(Rule("nobody", lambda mesh, args, kwargs: [None] * mesh.size, list))
+    @dispatched(DispatchRule("nobody", lambda mesh, args, kwargs: [None] * mesh.size, list))
     def nobody(self) -> int:
         return 0
 
-    @dispatched(Rule("too few", lambda mesh, args, kwargs: [Part((), {})], list))
+    @dispatched(DispatchRule("too few", lambda mesh, args, kwargs: [RankArguments((), {})], list))
     def too_few(self) -> int:
         return 0
 

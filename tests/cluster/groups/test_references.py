@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rallypoint.cluster import (
+    DispatchRule,
     Layout,
     Mesh,
     ResourcePool,
-    Rule,
     WorkerContext,
     WorkerGroup,
     broadcast,
@@ -129,7 +129,7 @@ class Worker:
     def where(self, array: np.ndarray) -> int:
         return place_in_store(array)
 
-    @dispatched(Rule("shard, and hear all", rule_of(plus).split, list))
+    @dispatched(DispatchRule("shard, and hear all", rule_of(plus).split, list))
     def where_part(self, batch: Flat) -> int:
         return place_in_store(batch.values)
 

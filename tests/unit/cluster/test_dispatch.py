@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 
 from rallypoint.cluster import (
+    DispatchRule,
     Joinable,
     Mesh,
-    Part,
-    Rule,
+    RankArguments,
     Splittable,
     broadcast,
     collect,
@@ -75,7 +75,7 @@ def split(method, mesh, *args, **kwargs) -> Any:
 def test_broadcast_and_collect_give_the_same_to_all_and_keep_one_or_every_result():
     for method in (Worker.broadcasted, Worker.collected):
         parts = split(method, GRID, 1, [2, 3], key=(4,))
-        assert parts == [Part((1, [2, 3]), {"key": (4,)})] * 4
+        assert parts == [RankArguments((1, [2, 3]), {"key": (4,)})] * 4
     assert rule_of(Worker.broadcasted).answering(GRID) == (0,)
     assert list(rule_of(Worker.collected).answering(GRID)) == [0, 1, 2, 3]
     assert rule_of(Worker.broadcasted).join(["a"]) == "a"
@@ -83,7 +83,7 @@ def test_broadcast_and_collect_give_the_same_to_all_and_keep_one_or_every_result
 
 
 def test_the_first_rank_is_called_alone():
-    assert split(Worker.first, GRID, 1) == [Part((1,), {}), None, None, None]
+    assert split(Worker.first, GRID, 1) == [RankArguments((1,), {}), None, None, None]
 
 
 def test_shard_gives_one_part_to_all_peers_and_hears_their_leader():
@@ -163,7 +163,7 @@ def test_a_carrier_that_is_cut_into_another_number_of_parts_is_refused():
 
 def test_scatter_gives_item_i_to_rank_i_and_the_rest_to_all():
     assert split(Worker.scattered, GRID, ("a", "b", "c", "d"), 5, key=[6]) == [
-        Part((item, 5), {"key": [6]}) for item in "abcd"
+        RankArguments((item, 5), {"key": [6]}) for item in "abcd"
     ]
     assert rule_of(Worker.scattered).join([1, 2, 3, 4]) == [1, 2, 3, 4]
 
@@ -236,14 +236,14 @@ def test_a_method_keeps_its_own_behaviour_and_needs_a_rule_to_be_called_on_a_gro
 
 def test_a_rule_of_ones_own_is_a_pair_of_functions():
     def every_other(mesh, args, kwargs):
-        return [Part(args, kwargs) if rank % 2 else None for rank in range(mesh.size)]
+        return [RankArguments(args, kwargs) if rank % 2 else None for rank in range(mesh.size)]
 
     class Mine:
-        @dispatched(Rule("odd ranks", every_other, sum, lambda mesh: range(1, mesh.size, 2)))
+        @dispatched(DispatchRule("odd ranks", every_other, sum, lambda mesh: range(1, mesh.size, 2)))
         def count(self, number): ...
 
     rule = rule_of(Mine.count)
-    assert rule.split(GRID, (1,), {}) == [None, Part((1,), {}), None, Part((1,), {})]
+    assert rule.split(GRID, (1,), {}) == [None, RankArguments((1,), {}), None, RankArguments((1,), {})]
     assert (list(rule.answering(GRID)), rule.join([1, 2])) == ([1, 3], 3)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from rallypoint.cluster import Mesh, broadcast, collect, joined, scatter, shard
 from rallypoint.cluster.dispatch import rule_of
-from rallypoint.cluster.reference import Fetch, Reference, attach, detach, whole
+from rallypoint.cluster.reference import Fetch, ResultReference, attach, detach, whole
 
 
 class Consumer:
@@ -45,7 +45,7 @@ def seen(method, num_ranks, *args, **kwargs):
 
 
 def reference(*results, join=joined):
-    return Reference(tuple((result,) for result in results), join)
+    return ResultReference(tuple((result,) for result in results), join)
 
 
 @given(st.lists(st.lists(st.integers(), max_size=4), min_size=1, max_size=4), st.integers(1, 5))

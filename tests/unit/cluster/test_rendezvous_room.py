@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rallypoint.cluster.rendezvous import Member, Room
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
-from rallypoint.cluster.rendezvous.memory import Keeper
+from rallypoint.cluster.rendezvous.memory import RoomKeeper
 from rallypoint.errors import (
     MembershipLostError,
     RankTakenError,
@@ -155,7 +155,7 @@ def test_who_was_given_up_is_told_so_when_it_comes_to_itself():
 
 
 def test_a_member_that_renews_for_an_hour_is_there_when_the_late_rank_comes():
-    keeper = Keeper()
+    keeper = RoomKeeper()
     keeper.renew("actor", "first-0")
     keeper.transact("actor", lambda room: room.join(member(0), 2))
     for _ in range(3600 * LOOKS_PER_LEASE):
@@ -167,7 +167,7 @@ def test_a_member_that_renews_for_an_hour_is_there_when_the_late_rank_comes():
 
 
 def test_a_member_that_does_not_renew_for_a_lease_departs():
-    keeper = Keeper()
+    keeper = RoomKeeper()
     keeper.transact("actor", lambda room: room.join(member(0), 2))
     assert [keeper.look() for _ in range(LOOKS_PER_LEASE + 2)] == [False] * LOOKS_PER_LEASE + [True, False]
     assert "died or froze" in keeper.room("actor").whereabouts(0)
@@ -196,7 +196,7 @@ class Schedules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = Keeper()
+        self.keeper = RoomKeeper()
         self.everybody: dict[str, Participant] = {}
         self.acted_since_assembly: set[str] = set()
         self.handed_out: dict[int, tuple[Member, ...]] = {}

@@ -3,7 +3,7 @@
 import pytest
 
 from rallypoint.config import load_config
-from rallypoint.data import DataSet, Generator, Rows, load_dataset
+from rallypoint.data import DataSet, Generator, RowStream, load_dataset
 from rallypoint.data.files import Problems
 from rallypoint.environments.reward import load_reward
 from rallypoint.errors import DataError
@@ -26,7 +26,7 @@ def test_rows_follow_from_seed_parameters_and_index():
     whole = load_dataset([chains(size=6, min_terms=2, max_terms=2)])
     assert [one.name for one in whole] == [f"{CHAINS}:{n}" for n in range(6)]
     assert all(one.prompt[0].content.count(" + ") + one.prompt[0].content.count(" - ") == 1 for one in whole)
-    rows = Rows.of_prompts([chains(size=6, min_terms=2, max_terms=2)])
+    rows = RowStream.of_prompts([chains(size=6, min_terms=2, max_terms=2)])
     assert (rows.count(), list(rows.read(4, Problems()))) == (6, list(whole[4:]))
     assert load_dataset([chains(size=6, seed=9)]).examples == load_dataset([chains(9, size=6)]).examples
     with pytest.raises(DataError, match=r"chain_sum cannot be made with size=10000, seed=0, terms=3: .*terms"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.data.tool_formats import Said, harmony
+from rallypoint.data.tool_formats import ParsedAnswer, harmony
 
 package = pytest.importorskip("openai_harmony", reason="openai-harmony is not installed")
 
@@ -29,7 +29,7 @@ def read_by_the_package(encoding, text):
         messages = encoding.parse_messages_from_completion_tokens(tokens, package.Role.ASSISTANT)
     except package.HarmonyError:
         return None
-    said = Said("")
+    said = ParsedAnswer("")
     for message in messages:
         body = "".join(part.text for part in message.content)
         if f"to={message.recipient}" in text:

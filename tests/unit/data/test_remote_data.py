@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rallypoint.data import Rows, load_dataset
+from rallypoint.data import RowStream, load_dataset
 from rallypoint.data.files import Problems
 from rallypoint.errors import DataError
 
@@ -134,7 +134,7 @@ def test_files_and_folders_on_s3_are_read_and_streamed(served, monkeypatch):
     whole = load_dataset(["s3://lab/lines/train.jsonl"])
     assert [one.ground_truth for one in whole] == [row["ground_truth"] for row in ROWS]
     assert [one.ground_truth for one in load_dataset(["s3://lab/sums"])] == [row["ground_truth"] for row in ROWS]
-    rows = Rows.of_prompts(["s3://lab/sums"])
+    rows = RowStream.of_prompts(["s3://lab/sums"])
     assert rows.count() == 5
     assert [one.name for one in rows.read(3, Problems())] == [f"train-00000-of-00001.parquet:{n}" for n in (3, 4)]
     with pytest.raises(DataError, match=r"none\.jsonl cannot be read: there is no s3://lab/none\.jsonl"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rallypoint.data import (
     Conversations,
     EncodedPrompts,
-    Rows,
+    RowStream,
     StreamedPrompts,
     StreamedRows,
     Windows,
@@ -132,7 +132,7 @@ def test_every_format_is_read_from_any_row_and_counted(tmp_path, kind):
         case _:
             with pa.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=3)
-    rows = Rows.of_prompts([path, path])
+    rows = RowStream.of_prompts([path, path])
     whole = list(rows.read(0, Problems()))
     assert [one.ground_truth for one in whole] == [row["ground_truth"] for row in ROWS] * 2
     assert rows.count() == 20
@@ -146,7 +146,7 @@ def encoded(examples):
 
 def streamed(parts, **options):
     given = {"num_rows": 8, "seed": 0, "shuffle": True, **options}
-    return StreamedPrompts([Rows.of_prompts([part]) for part in parts], encoded, lambda _: None, **given)
+    return StreamedPrompts([RowStream.of_prompts([part]) for part in parts], encoded, lambda _: None, **given)
 
 
 def test_a_bad_row_is_named_when_its_window_is_read_and_not_before(tmp_path):
@@ -181,7 +181,7 @@ def streamed_rows(path, kind="conversations", *, num_rows=8, most=99, on_too_lon
         return encode_rows(tokenizer, Conversations.of(read), stop_tokens=[tokenizer.eos_token_id], **limits)
 
     options = {"num_rows": num_rows, "seed": 0, "shuffle": True, "keeps_all": on_too_long == "error"}
-    return StreamedRows(Rows.of_conversations([path], kind), encode, tell, **options)
+    return StreamedRows(RowStream.of_conversations([path], kind), encode, tell, **options)
 
 
 @pytest.mark.parametrize("kind", ["conversations", "pairs"])

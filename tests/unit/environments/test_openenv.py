@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from rallypoint.environments.openenv import OpenEnv, OpenEnvError, Step
+from rallypoint.environments.openenv import OpenEnv, OpenEnvError, StepResult
 from rallypoint.errors import EnvironmentFailedError
 
 pytest.importorskip("websockets")
@@ -60,11 +60,11 @@ def test_an_episode_goes_from_a_reset_to_its_reward():
     async def play():
         async with served() as (url, _), OpenEnv(url) as environment:
             first = await environment.reset(seed=5)
-            assert first == Step({"text": "guess", "seed": 5}, None, done=False)
-            assert await environment.step({"guess": 3}) == Step({"text": "no"}, 0.0, done=False)
+            assert first == StepResult({"text": "guess", "seed": 5}, None, done=False)
+            assert await environment.step({"guess": 3}) == StepResult({"text": "no"}, 0.0, done=False)
             return await environment.step({"guess": 7})
 
-    assert asyncio.run(play()) == Step({"text": "yes"}, 1.0, done=True)
+    assert asyncio.run(play()) == StepResult({"text": "yes"}, 1.0, done=True)
 
 
 def test_a_full_server_is_waited_for_and_never_has_more_than_it_takes():

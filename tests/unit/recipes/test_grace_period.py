@@ -8,7 +8,7 @@ import pytest
 from rallypoint.errors import WorkerDiedError
 from rallypoint.journal import Journal, Said, read_journal
 from rallypoint.recipes.interruption import Observer
-from rallypoint.recipes.steps import Steps
+from rallypoint.recipes.steps import RemainingSteps
 
 
 class Saver:
@@ -30,7 +30,7 @@ class Saver:
         self.asked.append("the snapshot")
 
 
-class Slow(Steps):
+class Slow(RemainingSteps):
     """Steps of which the third hears of SIGTERM; it, or its validation, takes `seconds`."""
 
     async def _step(self, step):

@@ -6,13 +6,13 @@ import pytest
 
 from rallypoint.errors import DivergedError
 from rallypoint.journal import Journal, Said, read_journal
-from rallypoint.recipes.steps import Steps
+from rallypoint.recipes.steps import RemainingSteps
 
 
 def test_an_update_that_was_left_out_is_said_and_a_third_in_a_row_raised(tmp_path):
     setup = SimpleNamespace(journal=Journal(tmp_path / "journal.jsonl"))
     saver = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
-    steps = Steps(setup, None, saver, None, None, None, 0.0)
+    steps = RemainingSteps(setup, None, saver, None, None, None, 0.0)
     for step, is_finite in enumerate((False, False, True, False, False), 1):
         steps.newest = {"actor/loss": 1.0} if is_finite else {"actor/not_finite": 1.0, "critic/not_finite": 1.0}
         steps._check_finite(step)

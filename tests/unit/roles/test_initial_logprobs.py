@@ -11,7 +11,14 @@ from full_disks import files_end_at
 from heard import heard
 
 from rallypoint.config import load_config
-from rallypoint.data import Conversations, Rows, StreamedRows, encode_rows, load_conversations, make_digits_tokenizer
+from rallypoint.data import (
+    Conversations,
+    RowStream,
+    StreamedRows,
+    encode_rows,
+    load_conversations,
+    make_digits_tokenizer,
+)
 from rallypoint.errors import DiskError
 from rallypoint.roles.examples import ExampleSource
 from rallypoint.roles.reference import InitialLogprobs
@@ -45,7 +52,7 @@ def encoded(conversations, **options):
 def source_of(file, config, *, is_stream):
     if not is_stream:
         return ExampleSource(config, encoded(load_conversations([file], "pairs")), None)
-    rows = Rows.of_conversations([file], "pairs")
+    rows = RowStream.of_conversations([file], "pairs")
     options = {"num_rows": 6, "seed": 0, "shuffle": True, "keeps_all": True}
     stream = StreamedRows(
         rows, lambda read: encoded(Conversations.of(read), may_be_empty=True), lambda _: None, **options

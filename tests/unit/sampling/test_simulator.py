@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.journal import BatchTaken, GroupScored, Journal, RunBegan
-from rallypoint.sampling.simulator import Measured, Simulation, Speed, Step, measured_outcome, read_steps, settled
+from rallypoint.sampling.simulator import (
+    Measured,
+    MeasuredStep,
+    Simulation,
+    Speed,
+    measured_outcome,
+    read_steps,
+    settled,
+)
 
 
 def group(prompt, begin, end, tokens=10, *, num_rows=1, scored_s=None, rank=0):
@@ -27,7 +35,9 @@ def measured(work=(1.0,), reward=(0.0,), train=(1.0,), after=0.0, late=(0.0,), *
         asked = now if in_turns else begins + 1e-7
         batch = BatchTaken(step=number + 1, prompts=[number], asked_s=asked, taken_s=scored + after, loaded_s=now,
                            busy_s=(sampled - begins,))  # fmt: skip
-        steps.append(Step(batch, [group(number, begins, sampled, scored_s=scored)] if number < num_steps else []))
+        steps.append(
+            MeasuredStep(batch, [group(number, begins, sampled, scored_s=scored)] if number < num_steps else [])
+        )
         now = scored + after + train[number % len(train)]
     return Measured(steps)
 
@@ -129,7 +139,7 @@ def test_what_a_token_takes_alone_and_beside_others_is_read_off_groups_of_differ
 
     def speed(*groups):
         batch = BatchTaken(step=1, prompts=[0, 1], asked_s=0.0, taken_s=9.0, loaded_s=0.0, busy_s=(1.0,))
-        return Measured([Step(batch, groups)]).speed
+        return Measured([MeasuredStep(batch, groups)]).speed
 
     found = speed(group(0, 0.0, 2.0), group(1, 0.0, 5.0, 30))
     assert (found.step_s, found.row_s) == pytest.approx((0.1, 0.05), rel=0.01)
@@ -146,7 +156,7 @@ def test_times_are_read_off_what_a_run_wrote_down(tmp_path):
                         scored_s=asked_s + 4.0) for place in range(2)]  # fmt: skip
         batch = BatchTaken(step=number + 1, prompts=[2 * number, 2 * number + 1], asked_s=asked_s,
                            taken_s=asked_s + 4.0, loaded_s=asked_s - 1.0, busy_s=[2.0])  # fmt: skip
-        steps.append(Step(batch, groups))
+        steps.append(MeasuredStep(batch, groups))
     found = Measured(steps)
     assert found.tokens == pytest.approx([20.0, 30.0] * 3, rel=0.1)
     assert [*found.rows] == [2.0] * 6
@@ -168,7 +178,7 @@ def step_of(number, *, begins, replaces_s=0.0, scores_s=0.0, trains_s=1.0):
     )
     batch = BatchTaken(step=number + 1, prompts=[2 * number, 2 * number + 1], asked_s=begins, taken_s=ends + scores_s,
                        loaded_s=begins - trains_s, busy_s=(1.0, 1.0))  # fmt: skip
-    return Step(batch, groups), ends + scores_s + trains_s
+    return MeasuredStep(batch, groups), ends + scores_s + trains_s
 
 
 @pytest.mark.parametrize("more", [{}, {"scores_s": 2.5}, {"replaces_s": 3.0}, {"replaces_s": 1.5, "scores_s": 0.5}])

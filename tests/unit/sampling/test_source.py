@@ -30,13 +30,14 @@ from rallypoint.journal import Journal, Resumed, RunBegan, SliceSent, read_journ
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
-from rallypoint.sampling.group import Rewards, Watch
+from rallypoint.sampling.group import Scorers, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import Prompts
+from rallypoint.sampling.prompts import PromptSets
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 from rallypoint.sampling.source import RolloutSource
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
 
 P, G = 4, 2
@@ -122,10 +123,10 @@ def make_source(
     return RolloutSource(
         CONFIG.model_copy(update={"reward": reward, "rollout": CONFIG.rollout.model_copy(update=sampling or {})}),
         mailbox,
-        Prompts(train, None, cast("PreTrainedTokenizerBase", FakeTokenizer()), (0,)),
-        Rewards(grader, RewardModels(CONFIG, None), advantage),
+        PromptSets(train, None, cast("PreTrainedTokenizerBase", FakeTokenizer()), (0,)),
+        Scorers(grader, RewardModels(CONFIG, None), advantage),
         episode,
-        Watch(journal, **patience),
+        Watch(journal, Timekeeper(), **patience),
         kept or KeptGroups(),
     )
 

@@ -14,7 +14,7 @@ from rallypoint.cluster.rendezvous.room import Room
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 
-class Keeper:
+class RoomKeeper:
     """Rooms and the leases of their members. Not safe for threads: users put a lock or a Ray actor around it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class MemoryRooms:
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self._keeper = Keeper()
+        self._keeper = RoomKeeper()
         self._news = threading.Condition()
         self._closing = threading.Event()
         self._looking = threading.Thread(target=self._look, name="leases", daemon=True)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rallypoint.cluster.ray_thread import AnswerT, Ask, is_held_by_ray
 from rallypoint.cluster.rendezvous.leases import LOOKS_PER_LEASE
-from rallypoint.cluster.rendezvous.memory import Keeper
+from rallypoint.cluster.rendezvous.memory import RoomKeeper
 from rallypoint.errors import RendezvousError, RendezvousUnreachableError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _KeeperActor:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._keeper = Keeper()
+        self._keeper = RoomKeeper()
         self._news = asyncio.Condition()
         self._looking: asyncio.Task[None] | None = None
 

@@ -11,7 +11,7 @@ from typing import cast
 
 import yaml
 
-from rallypoint.config.translate.shell import Script, read_script
+from rallypoint.config.translate.shell import ShellScript, read_script
 from rallypoint.errors import ConfigError
 
 Keys = dict[str, object]
@@ -33,7 +33,7 @@ _NAME_IN_BRACES = re.compile(r"([{,]\s*[\w.]+):(?=[^\s/])")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
-def read_keys(text: str) -> tuple[Keys, Script]:
+def read_keys(text: str) -> tuple[Keys, ShellScript]:
     """Read `key=value` of a command line or of a script, or a YAML file by its name.
 
     Of a script only dotted keys count: the others are its variables. On a command line those are that it uses itself.
@@ -52,14 +52,14 @@ def read_keys(text: str) -> tuple[Keys, Script]:
     return _checked(found, text), script
 
 
-def read_arguments(text: str) -> tuple[Keys, Script]:
+def read_arguments(text: str) -> tuple[Keys, ShellScript]:
     """Read the arguments of a call in Python, the flags of a command line or of a script, or a YAML file by its name.
 
     Raises:
         ConfigError: it cannot be read, or has no key.
     """
     if re.match(CALL, text):
-        return _arguments(text), Script({})
+        return _arguments(text), ShellScript({})
     found, script, _ = _read(text)
     flags = flags_of(script.words)
     if Path(file := str(flags.get("config"))).suffix in _YAML:  # `trl grpo --config grpo.yaml --beta 0.1`
@@ -87,7 +87,7 @@ def _with_numbers(value: object) -> object:
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
-def _read(text: str) -> tuple[Keys, Script, bool]:
+def _read(text: str) -> tuple[Keys, ShellScript, bool]:
     """Return the keys of a YAML file or the words of anything else, and whether it is a script in a file."""
     path, is_word = Path(text.strip()), _WORD.fullmatch(text.strip()) is not None
     is_yaml = path.suffix in _YAML and (is_word or ("=" not in text and " -" not in text))  # it may have spaces
@@ -98,7 +98,7 @@ def _read(text: str) -> tuple[Keys, Script, bool]:
         raise ConfigError((f"{path}: expected a {_EXPECTED} file, found another one",))
     try:
         if is_yaml:
-            return dict(_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))), Script({}), True
+            return dict(_leaves(yaml.safe_load(path.read_text(encoding="utf-8")))), ShellScript({}), True
         if is_script:
             return {}, read_script(path.read_text(encoding="utf-8"), os.environ), True
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

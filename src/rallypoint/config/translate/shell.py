@@ -30,7 +30,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 @dataclasses.dataclass(slots=True)
-class Script:
+class ShellScript:
     """What a command line or a script says."""
 
     environment: Mapping[str, str]
@@ -109,13 +109,13 @@ class Script:
                 raise ValueError(ast.dump(node))
 
 
-def read_script(text: str, environment: Mapping[str, str]) -> Script:
+def read_script(text: str, environment: Mapping[str, str]) -> ShellScript:
     """Read a command line or a script.
 
     >>> read_script("LR=${LR:-1e-6}; run optim.lr=${LR} --n $((2 * 4))  # so it is", {}).words
     ['LR=1e-6;', 'run', 'optim.lr=1e-6', '--n', '8']
     """
-    script = Script(environment)
+    script = ShellScript(environment)
     for line in text.replace("\\\n", " ").splitlines():
         words = _split(_PRINTED.sub(UNKNOWN, script.computed(line)))
         for word in words:

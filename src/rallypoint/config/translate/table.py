@@ -15,7 +15,7 @@ from rallypoint.config.other_projects import Alias, aliases_for, by_name, other_
 from rallypoint.config.source import to_yaml
 from rallypoint.config.suggest import alias_of, assignments_of
 from rallypoint.config.translate.reading import Keys
-from rallypoint.config.translate.shell import Script
+from rallypoint.config.translate.shell import ShellScript
 from rallypoint.config.tree import RunConfig
 from rallypoint.config.unread import unread_sections, why_unread
 
@@ -155,7 +155,7 @@ def take_unresolved(given: Keys, found: Translation) -> Keys:
     return {key: value for key, value in given.items() if not lost[key] and not key.startswith("~")}
 
 
-def name_doubtful(script: Script, found: Translation) -> None:
+def name_doubtful(script: ShellScript, found: Translation) -> None:
     """Name the variables of a script whose value depends on a branch."""
     for name in sorted(script.doubtful & script.used):
         found.differs[f"{name}={script.variables[name]}"] = (

@@ -10,7 +10,7 @@ from rallypoint.config.other_projects import other_projects
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.translate.corrections import set_trl_corrections
 from rallypoint.config.translate.reading import CALL, PEFT, Keys, flags_of, read_arguments
-from rallypoint.config.translate.shell import Script
+from rallypoint.config.translate.shell import ShellScript
 from rallypoint.config.translate.table import (
     Ends,
     Translation,
@@ -48,7 +48,7 @@ def from_trl(text: str) -> Translation:
     file = None if re.match(CALL, text) else script_in(text.split())
     if file is not None:
         own = read_trl_script(file, flags_of(text.split()), trl.classes)
-        given, script, kind = own.keys, Script({}), _supported(own.kind)
+        given, script, kind = own.keys, ShellScript({}), _supported(own.kind)
         found = Translation(own.ours, differs=own.lost, num_given=len(given))
     else:
         given, script = read_arguments(text)
@@ -101,7 +101,7 @@ def _with_switched(kind: str, theirs: Keys, given: Keys, found: Translation) -> 
     return theirs
 
 
-def _class(text: str, given: Keys, script: Script) -> str | None:
+def _class(text: str, given: Keys, script: ShellScript) -> str | None:
     """Return the class that is called or named, whose command or script it is, or one of whose arguments is given."""
     commands = other_projects().trl.commands
     call = re.match(CALL, text)

@@ -130,7 +130,7 @@ def run_tests(
         SandboxError: the sandbox failed.
     """
     program, tests = block(response), _read(ground_truth)
-    if isinstance(tests, Calls):
+    if isinstance(tests, FunctionTests):
         return _calls(sandbox, program, tests, limits)
     passed, began, cpu_s = [False] * len(tests), time.monotonic(), 0.0
     for place, (given, output) in enumerate(tests):
@@ -150,7 +150,7 @@ def _with_room(limits: Limits, num_bytes: int) -> Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Calls:
+class FunctionTests:
     """Tests of functions."""
 
     imports: str
@@ -158,7 +158,7 @@ class Calls:
     tests: Sequence[Test]
 
 
-def _calls(sandbox: Sandbox, program: str, calls: Calls, limits: Limits) -> list[bool]:
+def _calls(sandbox: Sandbox, program: str, calls: FunctionTests, limits: Limits) -> list[bool]:
     """Return which calls gave what was expected; all of them are made by one program."""
     mark, num_tests = secrets.token_hex(8), len(calls.tests)
     prelude = (_SOLUTION if "class Solution" in program else "") + calls.imports
@@ -216,7 +216,7 @@ def _close(found: str, expected: str) -> bool:
         return False
 
 
-def _read(tests: Any) -> Calls | list[tuple[str, str]]:
+def _read(tests: Any) -> FunctionTests | list[tuple[str, str]]:
     """Return a row's tests: calls with what they should give, or standard inputs and outputs.
 
     Raises:
@@ -237,7 +237,7 @@ def _read(tests: Any) -> Calls | list[tuple[str, str]]:
     imports, asserts = read_asserts(*cast("Sequence[str]", lines))
     if not asserts:
         raise ValueError("code: the ground truth has no tests")
-    return Calls(imports, asserts)
+    return FunctionTests(imports, asserts)
 
 
 def _table(tests: Sequence[object]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _table(tests: Sequence[object]) -> dict[str, Any]:
     }
 
 
-def _columns(tests: Mapping[str, Any]) -> Calls | list[tuple[str, str]]:
+def _columns(tests: Mapping[str, Any]) -> FunctionTests | list[tuple[str, str]]:
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not inputs or not outputs or len(inputs) != len(outputs):
         raise ValueError("code: expected as many outputs as inputs, and at least one")
@@ -270,7 +270,7 @@ def _columns(tests: Mapping[str, Any]) -> Calls | list[tuple[str, str]]:
         arguments = [json.loads(line) for line in given.splitlines()] if is_text else list(given)
         wanted = Wanted([output, output[0]], "in") if are_wrapped else Wanted(_value(output) if is_text else output)
         found.append(Test(f"_named({name!r})(*{arguments!r})", wanted))
-    return Calls("", found)
+    return FunctionTests("", found)
 
 
 def _text(given: Any) -> str:

@@ -21,7 +21,7 @@ from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.generation.native.kv_cache import LayerShapes
 from rallypoint.generation.requests import vocabulary_of
-from rallypoint.models import Rows, lm_head
+from rallypoint.models import AttentionRows, lm_head
 from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
@@ -35,7 +35,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Differences from a model's own code, as a part of the largest number."""
 
 
-class DecoderRows(Rows, Protocol):
+class DecoderRows(AttentionRows, Protocol):
     """Rows with the place of each of their tokens; see `rallypoint.models.Rows`."""
 
     @property
@@ -393,7 +393,7 @@ class _Probe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
     ) -> Tensor:
-        """See `Rows.attend`."""
+        """See `AttentionRows.attend`."""
         del limits
         self.layers.append((query.shape[1], key.shape[1], key.shape[2]))
         self.like = key

@@ -29,7 +29,7 @@ from rallypoint.errors import GenerationError, NotFiniteError, RallyError, Reque
 from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, StopChecker, check_request
 from rallypoint.generation.vllm.client import Answer, LostError, SampledToken, events, read_answer, request_body, send
-from rallypoint.generation.vllm.supervisor import Connection
+from rallypoint.generation.vllm.supervisor import VllmConnection
 from rallypoint.generation.vllm.weights import Outline
 
 _LOOK_S = 0.05
@@ -38,7 +38,7 @@ _MOST_LOSSES = 2
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Sequence:
+class OpenRequest:
     """A request and its response so far."""
 
     id: int
@@ -113,7 +113,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: VllmConnection,
         outline: Outline,
         *,
         max_request_tokens: int,
@@ -136,7 +136,7 @@ class VLLMEngine:
         self._connection, self._supervisor = connection, connection.supervisor
         self._outline, self._max_rows, self._decode, self._silence_s = outline, max_rows, decode, silence_s
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
-        self._open: dict[int, Sequence] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._waiting: deque[int] = deque()
         self._cancelled: set[int] = set()
         self._ids = itertools.count(1)
@@ -182,7 +182,7 @@ class VLLMEngine:
         limit = min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens))
         with self._lock:
             request_id = next(self._ids)
-            self._open[request_id] = Sequence(request_id, request, limit, StopChecker(request.params, self._decode))
+            self._open[request_id] = OpenRequest(request_id, request, limit, StopChecker(request.params, self._decode))
             self._waiting.append(request_id)
         return request_id
 
@@ -274,7 +274,7 @@ class VLLMEngine:
                 sequence.server = self._supervisor.num_servers
                 sequence.answer = self._connection.run(self._answer(sequence, sequence.num_sent))
 
-    async def _answer(self, sequence: Sequence, num_sent: int) -> None:
+    async def _answer(self, sequence: OpenRequest, num_sent: int) -> None:
         """Send a request, and put what comes into the queue; in the loop's thread."""
         request, num_before, stream = sequence.request, sequence.num_delivered, sequence.is_stream
         done = tuple(sequence.tokens[:num_before])
@@ -315,7 +315,7 @@ class VLLMEngine:
                 found.append(self._news.get_nowait())
         return found
 
-    def _receive(self, sequence: Sequence, news: Answer | Exception) -> list[Output]:
+    def _receive(self, sequence: OpenRequest, news: Answer | Exception) -> list[Output]:
         """Take what came for a request, and return what is new."""
         self._sign = (self._supervisor.beat(), time.monotonic())
         if isinstance(news, LostError):
@@ -347,7 +347,7 @@ class VLLMEngine:
         self._forget(sequence)
         return outputs
 
-    def _retry(self, sequence: Sequence, why: str) -> list[Output]:
+    def _retry(self, sequence: OpenRequest, why: str) -> list[Output]:
         """Send a request again whose server was lost, but only once."""
         sequence.num_lost += 1
         if sequence.num_lost < _MOST_LOSSES:
@@ -369,18 +369,18 @@ class VLLMEngine:
             self._sign = (beat, now)
             self._supervisor.give_up(f"no token for {self._silence_s:g} s")
 
-    def _interrupt(self, sequence: Sequence) -> None:
+    def _interrupt(self, sequence: OpenRequest) -> None:
         """Have a request sent again if it is under way, from what was delivered of it."""
         if sequence.interrupt():
             with self._lock:
                 self._waiting.appendleft(sequence.id)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: RallyError | None = None) -> Output:
+    def _end(self, sequence: OpenRequest, reason: FinishReason, error: RallyError | None = None) -> Output:
         """End a request that has no more tokens."""
         self._forget(sequence)
         return sequence.output((), self.version, reason, error)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: OpenRequest) -> None:
         with self._lock:
             del self._open[sequence.id]
             self._cancelled.discard(sequence.id)

@@ -40,7 +40,7 @@ _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that a server can reserve memory for."""
 
 
-class Server(Protocol):
+class VllmServer(Protocol):
     """A server that was started; it may be ready or not."""
 
     @property
@@ -147,7 +147,7 @@ class Launch:
 
 
 class ServerProcess:
-    """A `Server` on this machine."""
+    """A `VllmServer` on this machine."""
 
     def __init__(self, launch: Launch, folder: Path) -> None:
         """Start it.
@@ -178,28 +178,28 @@ class ServerProcess:
         return self._process.pid
 
     def beat(self) -> int:
-        """See `Server.beat`."""
+        """See `VllmServer.beat`."""
         number = int.from_bytes(self._beat.read_bytes(), "little")
         if number and self._shared is None:  # all shared memory exists when it samples for the first time
             self._shared = shared_files(self._process.pid)
         return number
 
     def ended(self) -> str | None:
-        """See `Server.ended`."""
+        """See `VllmServer.ended`."""
         if self._process.poll() is None:
             return None
         return f"the vllm server ended; the end of {self._log}:\n{_end_of(self._log)}"
 
     def last_said(self) -> str:
-        """See `Server.last_said`."""
+        """See `VllmServer.last_said`."""
         return next(reversed(_lines_of(self._log)), "")
 
     def memory_bytes(self) -> int:
-        """See `Server.memory_bytes`."""
+        """See `VllmServer.memory_bytes`."""
         return take_peak_memory(self._process.pid)
 
     def stop(self) -> None:
-        """See `Server.stop`; a server that does not end in time is killed, and its shared memory removed."""
+        """See `VllmServer.stop`; a server that does not end in time is killed, and its shared memory removed."""
         shared = (self._shared or {}) | shared_files(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """The life of a vLLM server, and the thread in which it is talked to.
 
 Owns: which server there is, its weights, whether it holds its memory (`ServerSupervisor`, in an event loop);
-the loop's thread and the folder that both processes see (`Connection`, for callers). Must not know: requests.
+the loop's thread and the folder that both processes see (`VllmConnection`, for callers). Must not know: requests.
 
 Several engines may share a connection; only one of them is awake at a time. Every wait has a deadline and says what it
 waits for.
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation.vllm.client import Address, LostError, send
-from rallypoint.generation.vllm.server import OwnFolder, Server
+from rallypoint.generation.vllm.server import OwnFolder, VllmServer
 
 ResultT = TypeVar("ResultT")
 
@@ -38,7 +38,7 @@ class ServerSupervisor:
 
     def __init__(
         self,
-        launch: Callable[[Path], Server],
+        launch: Callable[[Path], VllmServer],
         folder: Path,
         version: int,
         *,
@@ -49,8 +49,8 @@ class ServerSupervisor:
     ) -> None:
         self._launch, self._folder, self._start_s, self._say = launch, folder, start_s, say
         self._takes_adapters, self._voice_every_s = takes_adapters, voice_every_s
-        self._server: Server | None = None
-        self._knows_adapter: Server | None = None
+        self._server: VllmServer | None = None
+        self._knows_adapter: VllmServer | None = None
         """The server whose HTTP process has been told that there is an adapter."""
         self.num_servers = 0
         """Servers that were started and became ready."""
@@ -77,7 +77,7 @@ class ServerSupervisor:
         return self._server is None or self._doubt is not None or self._server.ended() is not None
 
     def beat(self) -> int:
-        """See `Server.beat`."""
+        """See `VllmServer.beat`."""
         return self._server.beat() if self._server is not None else 0
 
     def doubt(self, why: str) -> None:
@@ -116,7 +116,7 @@ class ServerSupervisor:
         self._server = server
         self.num_servers += 1
 
-    async def _make_ready(self, server: Server) -> None:
+    async def _make_ready(self, server: VllmServer) -> None:
         await self._started(server)
         version, folder = self._held
         if folder is not None:
@@ -167,7 +167,7 @@ class ServerSupervisor:
             await self.revive()
 
     def memory_bytes(self) -> int:
-        """See `Server.memory_bytes`."""
+        """See `VllmServer.memory_bytes`."""
         return self._server.memory_bytes() if self._server is not None else 0
 
     async def end(self) -> None:
@@ -175,7 +175,7 @@ class ServerSupervisor:
         if self._server is not None:
             self._server.stop()
 
-    async def _started(self, server: Server) -> None:
+    async def _started(self, server: VllmServer) -> None:
         wait = Wait("vllm to load the model", self._start_s, self._say, every_s=self._voice_every_s)
         while not await self._is_well(server):
             wait.look()
@@ -190,14 +190,14 @@ class ServerSupervisor:
         if wait.has_spoken:
             self._say(f"vllm is ready after {wait.look():.0f} s")
 
-    async def _is_well(self, server: Server) -> bool:
+    async def _is_well(self, server: VllmServer) -> bool:
         try:
             async with asyncio.timeout(_HEALTH_S), send(server.address, "GET", "/health") as answer:
                 return answer.status == 200
         except (LostError, TimeoutError):
             return False
 
-    async def _enter(self, server: Server, version: int, folder: Path) -> None:
+    async def _enter(self, server: VllmServer, version: int, folder: Path) -> None:
         """Have all workers of a server take weights over.
 
         Raises:
@@ -218,7 +218,7 @@ class ServerSupervisor:
             self._knows_adapter = server
 
     async def _call(
-        self, server: Server, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
+        self, server: VllmServer, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
     ) -> Any:
         """Return what a call answers, which is JSON or nothing.
 
@@ -235,7 +235,7 @@ class ServerSupervisor:
             raise LostError(f"{path} answered {shown}")
         return said
 
-    async def _tell(self, server: Server, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def _tell(self, server: VllmServer, path: str, body: dict[str, Any] | None = None) -> bytes:
         """Return the body of the answer to a call.
 
         Raises:
@@ -252,12 +252,12 @@ class ServerSupervisor:
         return whole
 
 
-class Connection:
+class VllmConnection:
     """The way to a server. Every method but `run` is for the callers' thread."""
 
     def __init__(
         self,
-        launch: Callable[[Path], Server],
+        launch: Callable[[Path], VllmServer],
         *,
         version: int = 0,
         takes_adapters: bool = False,

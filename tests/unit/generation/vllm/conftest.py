@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rallypoint.generation.vllm import Connection, Outline, VLLMEngine
+from rallypoint.generation.vllm import Outline, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.client import Address
 from rallypoint.model_files.tensor_names import same_names
 
@@ -203,7 +203,7 @@ def make_engine(world):
         outline = Outline(weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1)
         settings = {"max_request_tokens": 100, "max_rows": 8, "silence_s": 20.0, **options}
         connections.append(
-            Connection(
+            VllmConnection(
                 lambda folder: FakeServer(world, folder),
                 version=4,
                 takes_adapters=takes_adapters,
