@@ -5,16 +5,20 @@ import signal
 from pathlib import Path
 
 import pytest
+from tiny_models import make_tiny_reward_model
 from tiny_runs import Runs
 
 from rallypoint.display import Progress
 from rallypoint.journal import (
     BatchTaken,
     GroupScored,
+    Resumed,
     RoleLost,
     RolesRestarted,
     RolesStarted,
+    Said,
     StepDone,
+    read_journal,
 )
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
@@ -91,6 +95,14 @@ def test_roles_that_train_are_killed_and_the_run_goes_on_from_its_newest_step(ru
     assert losses[3].first == 4, "from a checkpoint"
     assert losses[1].processes.keys() == {"actor", "critic", "reference", "rollout"}
     assert not run.snapshots.exists(), "they are of no use to a run that is done"
+    events = [entry.event for entry in read_journal(run.journal)]
+    resumed = [event for event in events if isinstance(event, Resumed)]
+    assert [set(range(8 * step - 8, 8 * step)) <= {*one.kept} for one, step in zip(resumed, (3, 5), strict=True)] == [
+        True,
+        True,
+    ]
+    said = [event.text for event in events if isinstance(event, Said)]
+    assert not any("sampled again" in text for text in said), "nothing of what was finished"
     assert sorted(run.state().steps) == [1, 2, 3, 4, 5, 6]
 
 
@@ -123,3 +135,14 @@ def test_a_rank_that_is_killed_while_it_samples_gives_the_same_bits_where_logits
     assert weights_of(run) == weights_of(whole)
     assert [type(one) for one in losses] == [RoleLost, RolesRestarted]
     assert losses[1].first is None
+
+
+def test_the_process_of_a_reward_model_is_killed_and_the_trainer_only_waits(runs, weights_of, tmp_path):
+    scorer = make_tiny_reward_model(tmp_path / "scorer")
+    judged = ("recipe=grpo", "advantage.token_discount=null", "reward.function=null", f"reward.path={scorer}")
+    judged = (*judged, APART[0], "reward.placement.pool=side", "trainer.num_steps=3")
+    whole = runs.run("whole", *judged, "cluster.runtime=inline")
+    run, losses = run_killed(runs, "killed", *judged, plan=[("reward", 0, sampling(2))])
+    assert weights_of(run) == weights_of(whole)
+    assert [(one.role, one.step) for one in losses[::2]] == [("reward", 2)]
+    assert [(one.first, [*one.processes]) for one in losses[1::2]] == [(None, ["reward"])]
