@@ -44,9 +44,6 @@ Episode: TypeAlias = (
 If it raises, takes too long, or returns something else, its rollout is left out and counted. A first argument named
 `client` means (client, example); any other name means (prompt, client)."""
 
-PromptEpisode: TypeAlias = Callable[[Prompt, Client], Awaitable[object]]
-"""An episode as it is called: `with_prompt_first` of it."""
-
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:
     """Answer a prompt once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rallypoint.config.sections.sampling import SHIPPED_EPISODES
 from rallypoint.environments.blocking import is_plain
@@ -26,7 +26,11 @@ from rallypoint.user_code import (
 )
 
 if TYPE_CHECKING:
-    from rallypoint.environments.environment import Episode, PromptEpisode
+    from rallypoint.environments.client import Client
+    from rallypoint.environments.environment import Episode, Prompt
+
+PromptEpisode: TypeAlias = "Callable[[Prompt, Client], Awaitable[object]]"
+"""An episode as it is called: `with_prompt_first` of it."""
 
 _EXPECTED = "expected an async function of (client, example) or (prompt, client), or a plain one of (client, example)"
 _OR_CLASS = f"{_EXPECTED}, or a class with reset(example) and step(message)"

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
-from rallypoint.environments.environment import Episode, Prompt, PromptEpisode
-from rallypoint.environments.episodes import load_episode, with_prompt_first
+from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.episodes import PromptEpisode, load_episode, with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.errors import ConfigError, ServingError, UserCodeError
 from rallypoint.extras import why_not

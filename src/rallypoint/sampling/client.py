@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import ChatMessage
 from rallypoint.environments.chat import Chat, Messages, said_in
-from rallypoint.environments.environment import Prompt, PromptEpisode
+from rallypoint.environments.environment import Prompt
+from rallypoint.environments.episodes import PromptEpisode
 from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError, GenerationError, NotFiniteError, RequestError, RowFullError

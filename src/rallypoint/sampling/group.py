@@ -240,10 +240,10 @@ class InFlight:
     ) -> SampledGroup:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
         params, index = clients[0].params, clients[0].prompt_index
-        if (found := self._kept.get(index) if batch.validation is None else None) is None:
-            found = await together(client.rollout(self._episode) for client in clients)
-            if batch.validation is None:
-                self._kept.put(index, found)
+        known = self._kept.groups.get(index) if batch.validation is None else None
+        found = known.rollouts if known else await together(client.rollout(self._episode) for client in clients)
+        if batch.validation is None and known is None:
+            self._kept.put(index, found)
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
         failures = [one for one in found if isinstance(one, RolloutFailure)]
         self._watch.journal.append(*(failed_event(failure, batch.validation) for failure in failures))

@@ -53,6 +53,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from rallypoint.config import RunConfig
 from rallypoint.errors import StalenessError
 
 
@@ -103,7 +104,8 @@ class Groups:
             done: of a resumed run; groups that were running when it ended are admitted again.
         """
         self._num_prompts, self._max_staleness, self._window, self._limit = num_prompts, max_staleness, window, limit
-        self._drops_ahead = drops_ahead
+        self.drops_ahead = drops_ahead
+        """Whether a group without signal is replaced as soon as it is scored, and not when a step wants it."""
         self._num_slots = (max_staleness + 1) * num_prompts - (window - 1)
         self.num_taken = self._num_released = done.num_taken
         self._oldest, self._ahead = done.oldest, set(done.ahead)
@@ -177,7 +179,7 @@ class Groups:
 
         In order of admission they are known before they are complete, unless one may still be dropped.
         """
-        if self._window == 1 and not self._drops_ahead:
+        if self._window == 1 and not self.drops_ahead:
             first = tuple(self._in_flight)[: self._num_prompts]
             return first if len(first) == self._num_prompts else None
         while len(self._picked) < self._num_prompts and (found := self._pick()) is not None:
@@ -319,3 +321,19 @@ class OverSampledGroups(Groups):
             del self._in_flight[index]
             self._complete.pop(index, None)
         return aborted
+
+
+def groups_of(config: RunConfig, done: PromptsDone) -> Groups:
+    """Return the groups of a run, behind those that are done."""
+    rollout, num_prompts = config.rollout, config.rollout.num_prompts
+    limit = config.trainer.num_steps * num_prompts
+    if rollout.over_sampling is not None:
+        return OverSampledGroups(num_prompts=num_prompts, num_sampled=rollout.over_sampling, limit=limit, done=done)
+    return Groups(
+        num_prompts=num_prompts,
+        max_staleness=rollout.max_staleness,
+        window=rollout.window,
+        limit=limit,
+        drops_ahead=bool(rollout.dynamic_sampling and rollout.max_staleness),
+        done=done,
+    )

@@ -36,13 +36,16 @@ _MOST_TOKENS = 2**23
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Kept:
+class KeptGroup:
+    """The rollouts of a prompt."""
+
     after: int
     """Steps that had been done when the newest weights were published that it may have tokens of."""
     rollouts: Sequence[Found]
 
     @property
     def num_tokens(self) -> int:
+        """Sampled tokens."""
         trajectories = (one for one in self.rollouts if isinstance(one, Trajectory))
         return sum(len(turn.response) for one in trajectories for turn in one.turns)
 
@@ -69,7 +72,8 @@ class KeptGroups:
             files: of a run whose groups are to outlive the driver.
         """
         self._is_on, self._is_ahead, self._files = is_on, is_ahead, files
-        self._groups: dict[int, _Kept] = {}
+        self.groups: dict[int, KeptGroup] = {}
+        """Those that need not be sampled again."""
         self._steps: dict[int, int] = {}
         """Step that was trained on a group, of those that were."""
         self._after = self._num_tokens = 0
@@ -85,10 +89,6 @@ class KeptGroups:
         is_on = is_ahead or (config.cluster.runtime != "inline" and config.rollout.over_sampling is None)
         return cls(is_on=is_on, is_ahead=is_ahead, files=files if is_ahead else None)
 
-    def get(self, index: int) -> Sequence[Found] | None:
-        """Return the rollouts of a prompt that need not be sampled again; None if there are none."""
-        return None if (kept := self._groups.get(index)) is None else kept.rollouts
-
     def published(self, step: int) -> None:
         """Note that the weights after a step are published: tokens may be of these from now on."""
         self._after = step
@@ -97,16 +97,16 @@ class KeptGroups:
         """Keep the rollouts of a prompt."""
         if not self._is_on:
             return
-        self._groups[index] = kept = _Kept(self._after, rollouts)
+        self.groups[index] = kept = KeptGroup(self._after, rollouts)
         self._num_tokens += kept.num_tokens
         if self._files is not None:
             self._files.keep(index, lambda: _written(kept))
-        while self._num_tokens > _MOST_TOKENS and len(self._groups) > 1:
-            self.forget([next(iter(self._groups))])
+        while self._num_tokens > _MOST_TOKENS and len(self.groups) > 1:
+            self.forget([next(iter(self.groups))])
 
     def taken(self, step: int, indices: Collection[int]) -> None:
         """Note which groups a step is trained on, or has dropped."""
-        self._steps |= dict.fromkeys(self._groups.keys() & set(indices), step)
+        self._steps |= dict.fromkeys(self.groups.keys() & set(indices), step)
 
     def saved(self, step: int) -> None:
         """Forget what steps up to a saved one were trained on."""
@@ -115,7 +115,7 @@ class KeptGroups:
     def forget(self, indices: Collection[int]) -> None:
         """Have groups sampled again, if they are needed again."""
         for index in indices:
-            if (kept := self._groups.pop(index, None)) is not None:
+            if (kept := self.groups.pop(index, None)) is not None:
                 self._num_tokens -= kept.num_tokens
             self._steps.pop(index, None)
         if self._files is not None:
@@ -123,7 +123,7 @@ class KeptGroups:
 
     def only(self, indices: Collection[int]) -> None:
         """Forget all others."""
-        self.forget(self._groups.keys() - set(indices))
+        self.forget(self.groups.keys() - set(indices))
         self._steps.clear()
 
     def read(self) -> None:
@@ -131,29 +131,29 @@ class KeptGroups:
         if self._files is not None:
             for index, text in self._files.kept().items():
                 try:
-                    self._groups[index] = _read(text)
+                    self.groups[index] = _read(text)
                 except ValueError:  # as a power cut may leave it
                     self._files.forget([index])
-            self._num_tokens = sum(kept.num_tokens for kept in self._groups.values())
+            self._num_tokens = sum(kept.num_tokens for kept in self.groups.values())
 
     def go_on(self, step: int, done: PromptsDone) -> list[int]:
         """Return the prompts whose groups are taken over after a step, and forget the others."""
         self.only(
             [
                 index
-                for index, kept in self._groups.items()
+                for index, kept in self.groups.items()
                 if index >= done.oldest and index not in done.ahead and not (self._is_ahead and kept.after > step)
             ]
         )
         self._after = step
-        return sorted(self._groups)
+        return sorted(self.groups)
 
 
 def _fields(of: Trajectory | Turn | RolloutFailure) -> dict[str, Any]:
     return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
 
 
-def _written(kept: _Kept) -> str:
+def _written(kept: KeptGroup) -> str:
     rollouts = [
         _fields(one) | {"turns": [_fields(turn) for turn in one.turns]} if isinstance(one, Trajectory) else _fields(one)
         for one in kept.rollouts
@@ -161,9 +161,9 @@ def _written(kept: _Kept) -> str:
     return json.dumps({"after": kept.after, "rollouts": rollouts})
 
 
-def _read(text: str) -> _Kept:
+def _read(text: str) -> KeptGroup:
     values = json.loads(text)
-    return _Kept(values["after"], [_found(one) for one in values["rollouts"]])
+    return KeptGroup(values["after"], [_found(one) for one in values["rollouts"]])
 
 
 def _found(values: dict[str, Any]) -> Found:

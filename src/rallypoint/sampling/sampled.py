@@ -73,16 +73,15 @@ class Sampled:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Measuring:
     """What there is to measure of the rollouts of a run."""
 
+    config: RunConfig
     is_shown: torch.Tensor
     """[V] by token id, whether a response shows it or ends with it; ids beyond are shown by nothing."""
     has_episode: bool
     """Whether a rollout may have several turns, and metrics of its own."""
-    is_dynamic: bool
-    """Whether groups are replaced."""
     num_sources: int
     """Values of `data_source` in the training data."""
 
@@ -107,7 +106,7 @@ class Measuring:
             measured = merge(measured, measure_episodes(episodes, failures))
         if wild := sum(one.kind == "nonfinite" for one in failures):
             measured = merge(measured, Metrics({f"rollout/{NOT_FINITE}": Sum(wild)}))
-        if self.is_dynamic:
+        if self.config.rollout.dynamic_sampling:
             measured = merge(measured, Metrics({"reward/kept_mean": Mean(float(batch.scores.sum()), len(batch))}))
         if 1 < self.num_sources <= _MOST_SOURCES:
             measured = merge(measured, measure_sources(scored, rollouts.examples))

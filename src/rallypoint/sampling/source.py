@@ -31,7 +31,7 @@ from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
-from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone
+from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
@@ -84,14 +84,9 @@ class RolloutSource:
         """Set when another group is complete."""
         self._penalty, self._train = penalty_of(config), TrainingPrompts(config, prompts.train)
         self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
-        self._measuring = Measuring(
-            is_shown=shown_tokens(prompts.tokenizer, prompts.stop_tokens),
-            has_episode=episode is not single_turn,
-            is_dynamic=bool(config.rollout.dynamic_sampling),
-            num_sources=self._train.num_sources,
-        )
-        self._num_loads = 0
-        self.done = PromptsDone()
+        is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
+        self._measuring = Measuring(config, is_shown, episode is not single_turn, self._train.num_sources)
+        self._num_loads, self.done = 0, PromptsDone()
         asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
 
     @property
@@ -103,21 +98,7 @@ class RolloutSource:
     def done(self, done: PromptsDone) -> None:
         """Begin behind the prompts that are done, with no group in flight."""
         self._dropped.clear()
-        rollout, num_prompts = self._config.rollout, self._config.rollout.num_prompts
-        limit, num_sampled = self._config.trainer.num_steps * num_prompts, rollout.over_sampling
-        if num_sampled is not None:
-            self._groups: Groups = OverSampledGroups(
-                num_prompts=num_prompts, num_sampled=num_sampled, limit=limit, done=done
-            )
-            return
-        self._groups = Groups(
-            num_prompts=num_prompts,
-            max_staleness=rollout.max_staleness,
-            window=rollout.window,
-            limit=limit,
-            drops_ahead=self._drops_ahead,
-            done=done,
-        )
+        self._groups = groups_of(self._config, done)
 
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
         """Go on after a step, with weights of a version, and with the groups that were finished."""
@@ -145,11 +126,6 @@ class RolloutSource:
     def role(self) -> Rollouts:
         """The role that samples."""
         return self.mailbox.role
-
-    @property
-    def _drops_ahead(self) -> bool:
-        """Whether a group without signal is replaced as soon as it is scored, and not when a step wants it."""
-        return bool(self._config.rollout.dynamic_sampling and self._config.rollout.max_staleness)
 
     def examples_of(self, batch: RolloutBatch) -> list[int]:
         """Return the number of the example that each row answers."""
@@ -228,18 +204,19 @@ class RolloutSource:
             self._num_loads = self.mailbox.num_loads
             self._groups.loaded(self.mailbox.version)
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
-        if not self._config.rollout.max_staleness and not all(map(self._kept.get, admitted)):
+        num_kept = len(self._kept.groups.keys() & set(admitted))
+        if not self._config.rollout.max_staleness and 0 < num_kept < len(admitted):
             self._kept.forget(admitted)  # what is sampled side by side depends on each other, unless it is exact
         for first in range(0, len(admitted), num_prompts):
             prompts = self._train.at(admitted[first : first + num_prompts])
-            self._in_flight.admit(prompts, self._params, num_prompts if self._drops_ahead else None)
+            self._in_flight.admit(prompts, self._params, num_prompts if self._groups.drops_ahead else None)
 
     async def _follow(self) -> None:
         """Note which groups can be trained on, as they are scored; over-sampled ones can once they are sampled."""
         while (group := await self._in_flight.scored.get()) is not None:
             if self._in_flight.groups.get(group.index) is not group:  # of the validation, or dropped meanwhile
                 continue
-            if self._drops_ahead and not self._in_flight.has_signal(group):
+            if self._groups.drops_ahead and not self._in_flight.has_signal(group):
                 self._drop([group.index])
                 self._admit()
             elif self._config.rollout.over_sampling is None:
@@ -309,12 +286,12 @@ class RolloutSource:
         if (taken := self.mailbox.schedule.next_take()) is None:
             return self._groups.next()
         missing = sorted(set(taken) - self._in_flight.groups.keys())
-        if missing and (not self._drops_ahead or self._groups.all_are_complete):
+        if missing and (not self._groups.drops_ahead or self._groups.all_are_complete):
             raise ScheduleError(
                 f"rollout.schedule trains on prompts {missing} next, which are not in flight: it is not the schedule "
                 "of a run with this config"
             )
-        if self._drops_ahead and not all(map(self._groups.is_complete, taken)):
+        if self._groups.drops_ahead and not all(map(self._groups.is_complete, taken)):
             return None  # one may have to be dropped before the next is admitted
         return taken
 

@@ -232,7 +232,7 @@ def test_a_call_that_fits_no_rank_is_refused_before_anything_is_sent(group):
         ValueError, match=r"counter.nobody: rule 'nobody' must make a part, or None, for each of 2 ranks"
     ):
         group.call(Worker.nobody)
-    with pytest.raises(ValueError, match=r"rule 'too few' .* found \[Part"):
+    with pytest.raises(ValueError, match=r"rule 'too few' .* found \[RankArguments"):
         group.call(Worker.too_few)
     with pytest.raises(TypeError, match="undecorated has no dispatch rule; decorate it"):
         group.call(Worker.undecorated)

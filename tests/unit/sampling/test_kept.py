@@ -37,8 +37,8 @@ def test_what_was_sampled_ahead_is_read_back_after_a_kill_unless_its_file_is_dam
     (tmp_path / "rollouts" / "ahead" / "00000004.json").write_text("")
     again, files = kept(tmp_path)
     again.read()
-    assert again.get(3) == [WHOLE, FAILED]
-    assert [again.get(2), again.get(4)] == [None, None]
+    assert again.groups[3].rollouts == [WHOLE, FAILED]
+    assert not {2, 4} & again.groups.keys()
     assert again.go_on(1, PromptsDone(2, 3, (5,))) == [3], "5 is done"
     again.only(())
     files.close()
@@ -52,4 +52,4 @@ def test_a_group_without_room_on_the_disk_or_in_memory_is_sampled_again(tmp_path
     monkeypatch.setattr(module, "_MOST_TOKENS", 8)
     for index in (4, 5, 6):
         groups.put(index, [WHOLE])
-    assert [groups.get(index) is not None for index in (3, 4, 5, 6)] == [False, False, True, True]
+    assert [index in groups.groups for index in (3, 4, 5, 6)] == [False, False, True, True]
