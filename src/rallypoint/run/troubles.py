@@ -384,11 +384,13 @@ def _of_prompts(folder: Path) -> Iterator[Trouble]:
     never = [name for name in known if best[name] <= lowest]
     if len(known) < 4 or not 0.3 * len(known) <= len(never) < len(known):
         return
-    some, more = tuple(never[:3]), f" and {len(never) - 3} more" if len(never) > 3 else ""
+    more = f" and {len(never) - 3} more" if len(never) > 3 else ""
     said = (
         f"{len(never) / len(known):.0%} of {counted(len(known), 'prompt')} earned {number(lowest)}, the lowest score, "
         f"in all of their {counted(sum(len(groups[name]) for name in never), 'group')} in the last "
-        f"{counted(len(files), 'step')} with rollouts: {', '.join(some)}{more}"
+        f"{counted(len(files), 'step')} with rollouts: {', '.join(never[:3])}{more}"
     )
     advice = "leave them out of data.train, or set rollout.dynamic_sampling; is their ground truth right?"
-    yield Trouble("watch", "prompts that nobody solves", said, advice, name="actor/without_signal", prompts=some)
+    yield Trouble(
+        "watch", "prompts that nobody solves", said, advice, name="actor/without_signal", prompts=tuple(never)
+    )

@@ -317,7 +317,7 @@ def test_prompts_that_nobody_solves_are_found_from_the_page_alone(browser, tmp_p
         browser.go(server.url)
         shows(browser, "#troubles", "prompts that nobody solves")
         shows(browser, "#troubles", "train:1")
-        shows(browser, ".verdicts .verdict", "prompts that nobody solves train:1, train:3, train:5")
+        shows(browser, ".verdicts .verdict", "prompts that nobody solves train:1, train:3, train:5 and 1 more")
         click(browser, ".verdicts .verdict")
         shows(browser, "#rollout-count", "8 of 64 rollouts · their score p10 0, median 0, p90 0")
         shows(browser, "#pinned", "pinned: train:1")

@@ -277,7 +277,7 @@ def test_prompts_that_nobody_solves_are_counted_from_the_rollouts_and_a_damaged_
         "lowest score, in all of their 16 groups in the last 5 steps with rollouts: t:1, t:3, t:5 and 1 more"
         in never.evidence
     )
-    assert (never.first, never.prompts) == (None, ("t:1", "t:3", "t:5"))
+    assert (never.first, never.prompts) == (None, ("t:1", "t:3", "t:5", "t:7"))
     assert of_run["rollouts damaged"].first == 5
 
 

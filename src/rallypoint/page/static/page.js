@@ -235,7 +235,7 @@ async function headline(body) {
 
 function health() {
   const data = { step: state.step, metrics: state.values.metrics, curves: state.curves[state.run] };
-  drawHealth(signals, state.health, state.open, data, { onStep: setStep, onOpen: (key) => ((state.open = key), health()) });
+  drawHealth(signals, state.health, state.troubles, state.open, data, { onStep: setStep, onOpen: (key) => ((state.open = key), health()) });
 }
 
 /** Open the tile of a trouble; what has none stands where time goes, or among the crashes. */
@@ -256,7 +256,8 @@ async function loadVerdicts() {
     node.querySelector(".badge")?.remove();
     if (state.troubles.length) node.append(el("span", { class: `badge ${worst}`, title: counted(state.troubles.length, "finding") }, String(state.troubles.length)));
   }
-  const place = ({ prompts, first, last }) => prompts.join(", ") || (first === null ? "" : last === null || last === first ? `step ${first}` : `steps ${first} to ${last}`);
+  const some = (prompts) => prompts.slice(0, 3).join(", ") + (prompts.length > 3 ? ` and ${prompts.length - 3} more` : "");
+  const place = ({ prompts, first, last }) => some(prompts) || (first === null ? "" : last === null || last === first ? `step ${first}` : `steps ${first} to ${last}`);
   const open = (one) => (one.prompts.length ? followPrompt(one.prompts[0]) : openTrouble(one));
   fill(verdicts, state.troubles.map((one) =>
     el("button", { class: `plain small verdict ${one.follows ? "follows" : ""}`, title: one.evidence, on: { click: () => open(one) } }, mark(one.level), visible(one.words), el("span", { class: "quiet" }, ` ${visible(place(one))}`))));

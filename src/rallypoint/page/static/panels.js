@@ -12,7 +12,7 @@ const colourOf = (name) => KINDS[name.split(/[ _/]/)[0]] ?? "vermilion";
 const levelAt = (rule, step) => rule.levels.find(([first, last]) => first <= step && step <= last)?.[2] ?? "ok";
 
 /** Draw the findings at a step; `open` is the key of the one whose evidence is shown. */
-export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
+export function drawHealth(body, facts, troubles, open, data, { onStep, onOpen }) {
   const at = (rule) => levelAt(rule, data.step);
   const worst = (rule) => rule.levels.reduce((a, [, , b]) => (ORDER[b] < ORDER[a] ? b : a), "ok");
   const rules = facts.rules.toSorted((a, b) => ORDER[at(a)] - ORDER[at(b)] || ORDER[worst(a)] - ORDER[worst(b)]);
@@ -21,7 +21,8 @@ export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
     const num = rule.levels.reduce((sum, [first, last]) => sum + last - first + 1, 0);
     const isExcused = (rule.excused ?? []).some(([first, last]) => first <= data.step && data.step <= last);
     const value = data.metrics[rule.name];
-    const since = num ? `a concern in ${counted(num, "step")}, first ${rule.levels[0][0]}` : isExcused ? "" : "never a concern";
+    const told = troubles.filter((one) => one.name === rule.name).map((one) => one.words);
+    const since = num ? `a concern in ${counted(num, "step")}, first ${rule.levels[0][0]}` : isExcused ? "" : told.length ? `see above: ${told.join(", ")}` : "never a concern";
     const verdict = level !== "ok" ? rule.words : isExcused ? `excused: ${rule.excuse}` : "";
     const [, values] = data.curves?.[rule.name] ?? [[], []];
     return el(
@@ -41,9 +42,9 @@ export function drawHealth(body, facts, open, data, { onStep, onOpen }) {
 /** Draw what has lasted, worst first: what `rally doctor RUN` says. */
 export function drawTroubles(body, facts, { onStep, onOpen, onPrompt }) {
   const told = (one) => {
-    const names = one.prompts.join(", ");
+    const names = one.prompts.slice(0, 3).join(", ");
     const at = names ? one.evidence.lastIndexOf(names) : one.evidence.length;
-    const links = one.prompts.map((name) => el("button", { class: "plain small", title: "follow this prompt", on: { click: () => onPrompt(name) } }, visible(name)));
+    const links = one.prompts.slice(0, 3).map((name) => el("button", { class: "plain small", title: "follow this prompt", on: { click: () => onPrompt(name) } }, visible(name)));
     return [visible(one.evidence.slice(0, at)), links, visible(one.evidence.slice(at + names.length))].flat();
   };
   const row = (one) =>
