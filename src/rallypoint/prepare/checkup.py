@@ -51,6 +51,8 @@ _EXTRAS = {
     "math_verify": "math",
     "jsonschema": "json",
     "mcp": "mcp",
+    "s3fs": "s3",
+    "gcsfs": "gs",
     "pandas": "pandas",
     "reasoning_gym": "reasoning-gym",
     "starlette": "serve",

@@ -164,13 +164,13 @@ for name, is_offline in (("lab/sums", False), ("lab/none", False), ("lab/sums", 
         print(str(error).replace("\\n", " "))
 """
 READ_URLS = """\
-from rallypoint.data import Rows, load_dataset
+from rallypoint.data import RowStream, load_dataset
 from rallypoint.data.files import Problems
 from rallypoint.errors import DataError
 
 for name in ("/main/train-00000-of-00001.parquet", "", "/none.parquet"):
     try:
-        rows = Rows.of_prompts([f"hf://datasets/lab/sums{name}"])
+        rows = RowStream.of_prompts([f"hf://datasets/lab/sums{name}"])
         print([one.ground_truth for one in load_dataset([f"hf://datasets/lab/sums{name}"])], rows.count())
     except DataError as error:
         print(str(error).replace("\\n", " "))
