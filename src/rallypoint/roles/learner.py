@@ -129,7 +129,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Return what the newest update's first pass computed; of ranks with the same rows one has it."""
         passes = self._passes if self.context.rank in self.context.mesh.leaders else []
         places = torch.cat([torch.empty(0, dtype=torch.int64), *(at for at, _ in passes)])
-        found = torch.cat([torch.empty(2, 0), *(values.cpu().float() for _, values in passes)], 1)
+        found = torch.cat([values for _, values in passes], 1).float().cpu() if passes else torch.empty(2, 0)
         return FirstPass(offsets=torch.tensor([0, len(places)]), places=places, logprobs=found[0], entropies=found[1])
 
     def _train_on(self, batches: MiniBatches[BatchT], index: int, step: int) -> Metrics:
