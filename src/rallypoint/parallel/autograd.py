@@ -160,9 +160,13 @@ class _SumRows(torch.autograd.Function):
         return torch.cat(ctx.group.all_gather(grad, ctx.sizes)), None, None
 
 
+def _own_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> list[Tensor]:
+    """Return what each rank has for the rows of this one."""
+    return group.exchange(tensor.split(list(sizes)), [sizes[group.rank]] * group.size)
+
+
 def _summed(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-    mine = [sizes[group.rank]] * group.size
-    return torch.stack(group.exchange(tensor.split(list(sizes)), mine)).sum(0)
+    return torch.stack(_own_rows(tensor, group, sizes)).sum(0)
 
 
 class _ExchangeForColumns(torch.autograd.Function):
@@ -190,5 +194,4 @@ class _ExchangeForRows(torch.autograd.Function):
 
 
 def _exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-    mine = [sizes[group.rank]] * group.size
-    return torch.stack(group.exchange(tensor.split(list(sizes)), mine), 1)
+    return torch.stack(_own_rows(tensor, group, sizes), 1)
