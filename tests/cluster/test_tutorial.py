@@ -42,7 +42,8 @@ def results(notebook: NotebookNode) -> Iterator[tuple[str, list[str]]]:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             shown = [output for output in cell.outputs if output.get("name") != "stderr"]
-            yield cell.id, [output.text if "text" in output else _shown(output) for output in shown]
+            printed = "".join(output.text for output in shown if "text" in output)  # however many messages brought it
+            yield cell.id, [printed, *(_shown(output) for output in shown if "text" not in output)]
 
 
 def _shown(output: NotebookNode) -> str:

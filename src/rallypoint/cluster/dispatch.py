@@ -11,7 +11,7 @@ called on a worker object.
 | `shard` | all ranks, carriers and lists split over the data-parallel axes | the leaders', joined |
 | `scatter` | item i of the first argument to rank i, the rest to all | a list, one entry per rank |
 | `first_rank` | rank 0 | rank 0's |
-| `dispatched(Rule(...))` | as your pair of functions says | as your pair of functions says |
+| `dispatched(DispatchRule(...))` | as your pair of functions says | as your pair of functions says |
 
 >>> class Adder:
 ...     @shard

@@ -124,8 +124,7 @@ class Setup:
             prompts,
             Scorers(self.grader, await RewardModels.create(self.placement), advantage_of(self.config)),
             episode,
-            Watch(self.journal, Timekeeper()),
-            self.kept,
+            Watch(self.journal, Timekeeper(), self.kept),
         )
 
     def examples(self) -> ExampleSource:

@@ -57,10 +57,12 @@ class Scorers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told what happens and what is waited for, and when."""
+    """Who is told what happens and what is waited for, and when; and what need not be sampled again."""
 
     journal: Journal
     times: Timekeeper
+    kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
+    """Groups that an earlier start of the run sampled."""
     patience_s: float = 30.0
     """Seconds that a step waits before it names a group that is much slower than the others."""
     grace_s: float = 5.0
@@ -132,7 +134,6 @@ class InFlight:
         rewards: Scorers,
         episode: Episode,
         watch: Watch,
-        kept: KeptGroups,
     ) -> None:
         """Begin without groups.
 
@@ -142,8 +143,7 @@ class InFlight:
             tokenizer: for texts.
             rewards: what scores rollouts.
             episode: how a rollout comes about.
-            watch: who is told what is waited for.
-            kept: groups that were sampled before, and are only scored.
+            watch: who is told what is waited for, and which groups need only be scored.
         """
         self.groups: dict[int, GroupInFlight] = {}
         """Those of training; validation has its own."""
@@ -157,7 +157,7 @@ class InFlight:
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
-        self._terms, self._kept = Terms.of(config, mailbox, tokenizer), kept
+        self._terms = Terms.of(config, mailbox, tokenizer)
 
     def admit(self, prompts: Mapping[int, Prompt], params: SamplingParams, num_places: int | None) -> None:
         """Have prompts of training sampled and scored; see `begin`."""
@@ -240,10 +240,10 @@ class InFlight:
     ) -> SampledGroup:
         """Sample the rollouts of a prompt, and have them scored; an error of one gives the others up."""
         params, index = clients[0].params, clients[0].prompt_index
-        known = self._kept.groups.get(index) if batch.validation is None else None
+        known = self._watch.kept.groups.get(index) if batch.validation is None else None
         found = known.rollouts if known else await together(client.rollout(self._episode) for client in clients)
         if batch.validation is None and known is None:
-            self._kept.put(index, found)
+            self._watch.kept.put(index, found)
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
         failures = [one for one in found if isinstance(one, RolloutFailure)]
         self._watch.journal.append(*(failed_event(failure, batch.validation) for failure in failures))

@@ -32,7 +32,6 @@ from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
-from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
@@ -58,7 +57,6 @@ class RolloutSource:
         rewards: Scorers,
         episode: Episode,
         watch: Watch,
-        kept: KeptGroups,
     ) -> None:
         """Begin without groups.
 
@@ -68,16 +66,15 @@ class RolloutSource:
             prompts: what is sampled.
             rewards: what scores rollouts.
             episode: how a rollout comes about.
-            watch: who is told what is waited for.
-            kept: groups of an earlier start.
+            watch: who is told what is waited for, and which groups an earlier start sampled.
         """
         self.mailbox = mailbox
         self.newest: StepRollouts | None = None
         """Rollouts of the newest batch."""
         self.validated: StepRollouts | None = None
         """Rollouts of the newest validation."""
-        self._config, self._prompts, self._rewards, self._watch, self._kept = config, prompts, rewards, watch, kept
-        self._in_flight = InFlight(config, mailbox, prompts.tokenizer, rewards, episode, watch, kept)
+        self._config, self._prompts, self._rewards, self._watch = config, prompts, rewards, watch
+        self._in_flight = InFlight(config, mailbox, prompts.tokenizer, rewards, episode, watch)
         self._dropped: dict[int, GroupInFlight] = {}
         """Groups that were dropped, and that no step has counted yet."""
         self._is_complete = asyncio.Event()
@@ -103,8 +100,8 @@ class RolloutSource:
     def go_on(self, step: int, version: int, done: PromptsDone) -> None:
         """Go on after a step, with weights of a version, and with the groups that were finished."""
         self.done = done
-        found = self.mailbox.schedule.go_on(step, version, done, self._kept.go_on(step, done))
-        self._kept.only(found.kept)
+        found = self.mailbox.schedule.go_on(step, version, done, self._watch.kept.go_on(step, done))
+        self._watch.kept.only(found.kept)
         for loaded in found.loads:
             self._groups.loaded(loaded)
 
@@ -133,7 +130,7 @@ class RolloutSource:
 
     def announce(self, version: int, digest: str) -> None:
         """See `Subscriber`."""
-        self._kept.published(self._num_steps)
+        self._watch.kept.published(self._num_steps)
         self.mailbox.announce(version, digest)
 
     async def load(self, version: int, published: Path | None = None) -> None:
@@ -166,7 +163,7 @@ class RolloutSource:
         if self._train.num_in_epoch is not None:
             counts = merge(counts, Metrics({"data/epoch": Last(self.done.num / self._train.num_in_epoch)}))
         sampled = dataclasses.replace(sampled, metrics=merge(sampled.metrics, counts))
-        self._kept.taken(self._num_steps, [*taken, *(group.index for group in replaced)])
+        self._watch.kept.taken(self._num_steps, [*taken, *(group.index for group in replaced)])
         event, idle = times.taken(self._num_steps, groups, self.mailbox.take_busy_s(), self._watch.now())
         self._watch.journal.append(event)
         if rollout.max_staleness:
@@ -204,9 +201,9 @@ class RolloutSource:
             self._num_loads = self.mailbox.num_loads
             self._groups.loaded(self.mailbox.version)
         num_prompts, admitted = self._config.rollout.num_prompts, self._groups.admit()
-        num_kept = len(self._kept.groups.keys() & set(admitted))
+        num_kept = len(self._watch.kept.groups.keys() & set(admitted))
         if not self._config.rollout.max_staleness and 0 < num_kept < len(admitted):
-            self._kept.forget(admitted)  # what is sampled side by side depends on each other, unless it is exact
+            self._watch.kept.forget(admitted)  # what is sampled side by side depends on each other, unless it is exact
         for first in range(0, len(admitted), num_prompts):
             prompts = self._train.at(admitted[first : first + num_prompts])
             self._in_flight.admit(prompts, self._params, num_prompts if self._groups.drops_ahead else None)
@@ -315,7 +312,7 @@ class RolloutSource:
             await self._in_flight.clear()
             replay.resume()
             self.done = PromptsDone.read(resumed.done)
-            self._kept.only(resumed.kept)
+            self._watch.kept.only(resumed.kept)
             for loaded in loads:
                 self._groups.loaded(loaded)
 

@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
     "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean advantage.discount=0.9?")),
     "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe=grpo?")),
-    "unknown: what follows": ("actor.mesh.dp_replicate=2", ("it is what the others leave", "by dp_shard x sp x tp")),
+    "unknown: what follows": ("actor.mesh.dp_replicate=2", ("what the others leave", "by dp_shard x ep x sp x tp")),
     "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
     # Wrong types.
     "type: text for a number": ("actor.optimizer.lr=fast", ("lr='fast'", "a number above 0, at most 1")),

@@ -126,8 +126,7 @@ def make_source(
         PromptSets(train, None, cast("PreTrainedTokenizerBase", FakeTokenizer()), (0,)),
         Scorers(grader, RewardModels(CONFIG, None), advantage),
         episode,
-        Watch(journal, Timekeeper(), **patience),
-        kept or KeptGroups(),
+        Watch(journal, Timekeeper(), kept or KeptGroups(), **patience),
     )
 
 
