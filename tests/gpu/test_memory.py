@@ -26,7 +26,7 @@ def test_the_peak_of_an_update_is_about_what_the_plan_says(activations):
     assert 0.7 <= float(row["predicted GiB"]) / float(row["peak GiB"]) <= 1.3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose allocator records")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator whose allocator records")
 def test_a_recorded_call_leaves_a_snapshot_of_what_it_allocated(tmp_path):
     with recorded(tmp_path / "train.json", torch.cuda.memory):
         torch.ones(1000, device="cuda").add(1)
