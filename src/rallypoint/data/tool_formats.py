@@ -106,7 +106,7 @@ def tagged(text: str, types: Types) -> ParsedAnswer:
     """Read calls in `<tool_call>` tags: JSON, `<function=...>`, or `<arg_key>`.
 
     >>> tagged('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {})
-    Said(content='Let me see. ', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=[])
+    ParsedAnswer(content='Let me see. ', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=[])
     """
     return _in_blocks(text, "<tool_call>", "</tool_call>", lambda block: _read_block(block, types))
 
@@ -149,7 +149,7 @@ def harmony(text: str, _: Types) -> ParsedAnswer:
 
     >>> harmony('<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary'
     ...         ' <|constrain|>json<|message|>{"a": 1}', {})
-    Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning='Hm.', ids=[])
+    ParsedAnswer(content='', calls=[('add', {'a': 1})], malformed=[], reasoning='Hm.', ids=[])
     """
     said = ParsedAnswer("")
     for part in re.split(r"<\|(?:end|call|return)\|>", text):
@@ -211,7 +211,7 @@ def kimi(text: str, _: Types) -> ParsedAnswer:
     """Read calls between marks: an id, which has the name and a number, and JSON.
 
     >>> kimi('<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', {})
-    Said(content='', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=['functions.add:0'])
+    ParsedAnswer(content='', calls=[('add', {'a': 1})], malformed=[], reasoning=None, ids=['functions.add:0'])
     """
     ids = list[str]()
 

@@ -7,7 +7,7 @@ The policy answers 7 to the tokens 5 6, the environment says "no" in the tokens 
 >>> known = {"logprobs": (), "sampled_logprobs": (), "version": 3, "truncated": False}
 >>> last = Turn(prompt=(8, 9), response=(4,), said=(("user", "no"),), **known)
 >>> turns = (Turn(prompt=(5, 6), response=(7,), **known), last)
->>> found = Conversation.of(Trajectory(turns=turns), decode=lambda ids: [str(each) for each in ids], written=str)
+>>> found = RolloutInWords.of(Trajectory(turns=turns), decode=lambda ids: [str(each) for each in ids], written=str)
 >>> [(turn.start, turn.length, turn.num_added, turn.said) for turn in found.turns]
 [(2, 1, 2, (('', '(5, 6)'),)), (5, 1, 2, (('user', 'no'),))]
 """

@@ -47,7 +47,7 @@ _ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "target", "
 class ConversationText(str):
     """The text of a conversation's only message, which TRL's functions read as `completion[0]["content"]`.
 
-    >>> said = Conversation("no")
+    >>> said = ConversationText("no")
     >>> said, said[0]["content"], said[-1]["content"], said[1:], len(said)
     ('no', 'no', 'no', 'o', 2)
     """

@@ -49,7 +49,7 @@ class ShellScript:
     def expanded(self, text: str) -> str:
         """Put in values of variables; a variable without one stays as it is written.
 
-        >>> script = Script({}, variables={"n": "2"})
+        >>> script = ShellScript({}, variables={"n": "2"})
         >>> script.expanded("${m:-$n} $n $m ${m:-}")
         '2 2 $m '
         """
@@ -70,7 +70,7 @@ class ShellScript:
     def computed(self, text: str) -> str:
         """Put in the results of `$((...))`.
 
-        >>> Script({}, variables={"n": "2"}).computed("$(( (n + 1) * 1024 )) $((m))")
+        >>> ShellScript({}, variables={"n": "2"}).computed("$(( (n + 1) * 1024 )) $((m))")
         '3072 $(...)'
         """
         while (start := text.find("$((")) >= 0:
