@@ -11,19 +11,20 @@ import torch
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
-TRAINING = "test_training.py"
-"""The file that takes half of the time."""
 FOR_GPUS = ("test_forward.py", "test_norm.py", "test_sleep.py")
 """Of tests/gpu, those that are small enough for a CPU and need no more of a GPU than that it is not one."""
+LONG = ("test_training.py", "test_rollouts.py", "test_waits.py")
+"""The files that take most of the time."""
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_on_the_pretend_device(name):
+    assert "skipped" not in run(ROOT / "tests" / "pretend" / name)
 
 
 def test_on_the_pretend_device_with_tests_for_gpus():
-    pretend = (path for path in sorted((ROOT / "tests" / "pretend").glob("test_*.py")) if path.name != TRAINING)
+    pretend = (path for path in sorted((ROOT / "tests" / "pretend").glob("test_*.py")) if path.name not in LONG)
     assert "skipped" not in run(*pretend, *(ROOT / "tests" / "gpu" / name for name in FOR_GPUS))
-
-
-def test_training_on_the_pretend_device():
-    run(ROOT / "tests" / "pretend" / TRAINING)
 
 
 def run(*files):
