@@ -146,3 +146,15 @@ def test_the_process_of_a_reward_model_is_killed_and_the_trainer_only_waits(runs
     assert weights_of(run) == weights_of(whole)
     assert [(one.role, one.step) for one in losses[::2]] == [("reward", 2)]
     assert [(one.first, [*one.processes]) for one in losses[1::2]] == [(None, ["reward"])]
+
+
+def test_the_process_of_a_teacher_is_killed_and_the_trainer_only_waits(runs, weights_of, whole):
+    teacher = max(whole.checkpoints.iterdir())
+    judged = ("recipe=opd", "reward.function=null", f"teacher.path={teacher}")
+    judged = (*judged, APART[0], "teacher.placement.pool=side", "teacher.loss=forward", "trainer.num_steps=3")
+    untouched = runs.run("untouched", *judged, "cluster.runtime=inline")
+    plan = [("teacher", 0, begun(2)), ("teacher", 0, sampling(3))]
+    run, losses = run_killed(runs, "killed", *judged, plan=plan)
+    assert weights_of(run) == weights_of(untouched)
+    assert [(one.role, one.step) for one in losses[::2]] == [("teacher", 2), ("teacher", 3)]
+    assert [(one.first, [*one.processes]) for one in losses[1::2]] == [(None, ["teacher"])] * 2

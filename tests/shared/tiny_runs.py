@@ -35,7 +35,8 @@ class Runs:
     folder: Path
 
     def overrides(self, name: str, *more: str) -> list[str]:
-        tiny = [o for o in TINY if "recipe=grpo" not in more or not o.startswith("critic.")]
+        unread = ("critic.",) if "recipe=grpo" in more else ("critic.", "kl=") if "recipe=opd" in more else ()
+        tiny = [override for override in TINY if not override.startswith(unread)]
         return [*tiny, f"trainer.runs_dir={self.folder}", f"trainer.name={name}", *more]
 
     def run(self, name: str, *more: str, recipe: str = "digits") -> RunFolder:
