@@ -235,8 +235,11 @@ def best_of(scores: Mapping[int, float], steps: Iterable[int]) -> int:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    listed = take_lists(folder)
-    files = {name: {"size": (folder / name).stat().st_size, "parts": parts} for name, parts in listed.items()}
+    files: dict[str, dict[str, Any]] = {}
+    for name, (parts, total) in take_lists(folder).items():
+        files[name] = {"size": (folder / name).stat().st_size, "parts": parts}
+        if total is not None:
+            files[name]["sum"] = f"{total:016x}"
     files |= digests(folder, besides=(MANIFEST, *files))
     manifest = {"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -263,11 +266,17 @@ def _expected(entry: Mapping[str, Any]) -> str | list[Listed]:
 def weights_digest(checkpoint: Path) -> str:
     """Return a digest of the weights in a checkpoint, from its manifest: files of weights, by name and content.
 
-    It is another one where ranks hold other parts of them.
+    It depends on the names, types, shapes and bits of all tensors, and not on which ranks wrote which parts of them. In
+    a checkpoint of before sums were taken it is that of the parts.
     """
     files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    weights = {name: _expected(entry) for name, entry in sorted(files.items()) if _is_weights(name)}
+    weights = {name: _digest_of(entry) for name, entry in sorted(files.items()) if _is_weights(name)}
     return xxhash.xxh3_64_hexdigest(json.dumps(weights).encode())
+
+
+def _digest_of(entry: Mapping[str, Any]) -> str | list[Any]:
+    parts = _expected(entry)
+    return [parts[0][-1], entry["sum"]] if "sum" in entry else parts  # the first part is the header
 
 
 def _is_weights(name: str) -> bool:

@@ -88,20 +88,32 @@ Listed: TypeAlias = tuple[int, int, int, int, str]
 _LIST = re.compile(r"\.(?P<name>.+)\.(?P<writer>\w+)\.list")
 
 
-def write_list(path: Path, writer: str, parts: Sequence[Listed]) -> None:
-    """Write down beside a file what one of its writers has written, for the manifest of its folder."""
-    path.with_name(f".{path.name}.{writer}.list").write_text(json.dumps(parts))
+def write_list(path: Path, writer: str, parts: Sequence[Listed], total: int | None = None) -> None:
+    """Write down beside a file what one of its writers has written, for the manifest of its folder.
+
+    Args:
+        path: of the file.
+        writer: tells its lists apart.
+        parts: what it wrote.
+        total: sum over these, modulo 2**64, that depends on no layout of ranks; None for none.
+    """
+    path.with_name(f".{path.name}.{writer}.list").write_text(json.dumps([parts, total]))
 
 
-def take_lists(folder: Path) -> dict[str, list[Listed]]:
+def take_lists(folder: Path) -> dict[str, tuple[list[Listed], int | None]]:
     """Remove these lists from a folder, and return them joined, by the path of their file in it."""
-    found: dict[str, list[Listed]] = {}
+    found: dict[str, tuple[list[Listed], int | None]] = {}
     for path in sorted(folder.rglob(".*.list")):
         if name := _LIST.fullmatch(path.name):
-            parts = [tuple(each) for each in json.loads(path.read_text())]
-            found.setdefault(path.with_name(name["name"]).relative_to(folder).as_posix(), []).extend(parts)
+            file = path.with_name(name["name"]).relative_to(folder).as_posix()
+            before, total = found.get(file, ([], None))
+            parts, more = json.loads(path.read_text())
+            found[file] = (
+                sorted([*before, *(tuple(each) for each in parts)]),
+                total if more is None else ((total or 0) + more) % 2**64,
+            )
             path.unlink()
-    return {name: sorted(parts) for name, parts in found.items()}
+    return found
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ def first_difference(a: RunState, b: RunState) -> Difference | None:
 
 
 def _differences(a: RunState, b: RunState) -> Iterator[Difference]:
+    keys = [change.key for change in changes(a, b)[0]]
+    are_cut_alike = not any(key.startswith(("actor.mesh.", "rollout.mesh.")) for key in keys)  # as digests of ranks are
     for step in range(1 + min(a.step, b.step)):
         ours, theirs = a.steps.get(step), b.steps.get(step)
         if ours is not None and theirs is not None:
@@ -85,7 +87,7 @@ def _differences(a: RunState, b: RunState) -> Iterator[Difference]:
             for name in _LEARNED:
                 yield from _differ(step, name, ours.metrics.get(name), theirs.metrics.get(name))
         of_step = ("published weights", a.published, b.published), ("loaded weights", a.loaded, b.loaded)
-        for what, weights, others in of_step:
+        for what, weights, others in of_step if are_cut_alike else ():
             if step in weights and step in others:
                 yield from _differ(step, what, weights[step].digest, others[step].digest)
         yield from _measured(step, a, b)

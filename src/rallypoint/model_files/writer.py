@@ -29,7 +29,7 @@ from rallypoint.errors import CheckpointError
 from rallypoint.model_files.locate import INDEX, SINGLE
 from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
 from rallypoint.model_files.tensor_names import Sources, sources_of
-from rallypoint.models.part import Part, rectangles_of
+from rallypoint.models.part import MODULUS, Part, rectangles_of, sum_of
 from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh
 
@@ -60,6 +60,8 @@ class Writing:
     """Whether they are flushed to the disk, to survive a power cut."""
     is_listed: bool = False
     """Whether each rank leaves a list of what it wrote, with digests, beside each file, for `checkpoint.writing`."""
+    is_summed: bool = False
+    """Whether the list has a sum of it, too; those of all ranks add up to one that depends on no mesh."""
     seen: Callable[[str, memoryview], None] | None = None
     """Function called on rank 0 with the name of each tensor and its bytes, in consecutive pieces.
 
@@ -226,8 +228,8 @@ def _write(
     def fill() -> int:
         try:
             written, listed = _fill({path: (headers[path], specs) for path, specs in files.items()}, puts, how)
-            for path, parts in listed.items() if how.is_listed else ():
-                write_list(path, str(mesh.rank), parts)
+            for path, (parts, total) in listed.items() if how.is_listed else ():
+                write_list(path, str(mesh.rank), parts, total if how.is_summed else None)
         except OSError:
             for _ in puts:  # receive what the other ranks still send
                 pass
@@ -253,10 +255,10 @@ def _write(
 
 def _fill(
     files: Mapping[Path, tuple[_Header, Mapping[str, Spec]]], puts: Iterable[_Put], how: Writing
-) -> tuple[int, dict[Path, list[Listed]]]:
-    """Write into existing partial files; return the number of bytes, and of each file what was written, if wanted."""
+) -> tuple[int, dict[Path, tuple[list[Listed], int]]]:
+    """Write into existing partial files; return the number of bytes, and of each file what was written and its sum."""
     path_of = {name: path for path, (_, specs) in files.items() for name in specs}
-    written, listed = 0, dict[Path, list[Listed]]()
+    written, listed = 0, dict[Path, tuple[list[Listed], int]]()
     with contextlib.ExitStack() as cleanup:
         descriptors: dict[Path, int] = {}
         for put in puts:
@@ -268,9 +270,11 @@ def _fill(
             start, spec = header.starts[put.name], specs[put.name]
             for part in put.part.evenly():
                 piece = _Put(put.name, part, put.values[part.within(put.part)])
-                entry = _put(descriptors[path], start, spec, piece, how)
+                entry, total = _put(descriptors[path], start, spec, piece, how)
                 del piece
-                listed.setdefault(path, []).append(entry)
+                before, so_far = listed.get(path, ([], 0))
+                before.append(entry)
+                listed[path] = before, (so_far + total) % MODULUS
                 written += entry[1] * entry[3]
             del put  # before the next one is gathered
         for descriptor in descriptors.values():
@@ -279,14 +283,14 @@ def _fill(
     return written, listed
 
 
-def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> Listed:
-    """Convert a part, copy it from its device and write it, piece by piece; return what was written.
+def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> tuple[Listed, int]:
+    """Convert a part, copy it from its device and write it, piece by piece; return what was written, and its sum.
 
     Digests are of the bytes in memory, and nothing is read back, so that a disk that keeps others is found out.
     """
     assert math.prod(put.part.shape) == math.prod(spec.shape), f"{put.name}: {put.part} of {spec}"
     assert tuple(put.values.shape) == put.part.sizes, f"{put.name}: {put.values.shape} for {put.part}"
-    size, digest = spec.dtype.itemsize, xxhash.xxh3_128()
+    size, digest, total = spec.dtype.itemsize, xxhash.xxh3_128(), 0
     for cut in rectangles_of(put.part, CHUNK_BYTES // size):
         piece = put.values[cut.within(put.part)].detach().to(spec.dtype).cpu()
         data = piece.reshape(-1).view(torch.uint8).numpy().data
@@ -296,12 +300,15 @@ def _put(descriptor: int, start: int, spec: Spec, put: _Put, how: Writing) -> Li
             done += count * size
         if how.is_listed:
             digest.update(data)
+        if how.is_summed:
+            total += sum_of(data, cut, size, xxhash.xxh3_64_intdigest(put.name.encode()))
         if how.seen is not None:
             how.seen(put.name, data)
     runs = list(itertools.islice(put.part.runs(), 2)) or [(0, 0)]
     first, length = runs[0]
     count = put.part.num_elements // length if length else 0
-    return start + first * size, length * size, (runs[-1][0] - first) * size, count, digest.hexdigest()
+    listed = start + first * size, length * size, (runs[-1][0] - first) * size, count, digest.hexdigest()
+    return listed, total % MODULUS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

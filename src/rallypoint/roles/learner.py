@@ -181,10 +181,11 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         with self.engine.shard.mesh.abandoned_on_error():
             _check_finite(state | {name: each for name, each in self.engine.weights.items() if each.requires_grad})
             try:
+                of_weights = dataclasses.replace(how, is_summed=True)
                 if self.config.model.lora is None:
-                    save_model(self.engine.shard, model_folder, how=how)
+                    save_model(self.engine.shard, model_folder, how=of_weights)
                 else:
-                    save_adapter(self.engine.shard, model_folder, base=self._path, how=how)
+                    save_adapter(self.engine.shard, model_folder, base=self._path, how=of_weights)
                 save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
             except CheckpointError as error:
                 return str(error)

@@ -72,6 +72,8 @@ def test_the_cause_comes_before_its_effects():
     published = Difference(2, "published weights", "v2", "v2'")
     assert first_difference(run(), run(published="'", score=0.1)) == published
     assert first_difference(run(), run(loaded="'", score=0.1)) == Difference(2, "loaded weights", "v2", "v2'")
+    cut = {"actor.mesh.tp": 2}
+    assert first_difference(run(), run(published="'", config=cut, weights="v")) == Difference(3, "weights", "w", "v")
     assert first_difference(run(), run(score=0.1, weights="v")) == Difference(2, "validation/score", 0.5, 0.1)
     assert first_difference(run(), run(weights="v")) == Difference(3, "weights", "w", "v")
 

@@ -221,6 +221,23 @@ def test_digests_are_taken_while_ranks_write_and_any_changed_byte_is_found(on_me
             checkpoint.verify(saved)
 
 
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_ranks_wait_for_one_copy_of_their_bytes_to_the_memory_of_the_system_and_for_no_disk(
+    on_mesh, tmp_path, monkeypatch, sizes
+):
+    whole, copied, pwrite = make_whole(3), list[int](), os.pwrite
+
+    def count(descriptor, data, start):
+        copied.append(len(data))
+        return pwrite(descriptor, data, start)
+
+    monkeypatch.setattr(os, "pwrite", count)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("a rank waits for the disk"))
+    how = Writing(durable=False, is_listed=True, is_summed=True)
+    on_mesh(lambda mesh: save_cut(tmp_path / "file", whole, mesh, how), **sizes)
+    assert sum(copied) == sum(tensor.nbytes for tensor in whole.values())
+
+
 def test_parts_whose_runs_are_not_equally_far_apart_are_cut_until_they_are():
     part = Part((3, 4, 5, 2), (0, 1, 1, 0), (3, 2, 3, 1))
     assert [run for each in part.evenly() for run in each.runs()] == list(part.runs())
@@ -242,6 +259,55 @@ def test_parts_are_compared_in_blocks_of_any_size(on_mesh, tmp_path, monkeypatch
         checkpoint.verify(tmp_path / "step_000001")
 
 
+def digest_of(folder, step, save):
+    """Return the digest of the weights that are saved as a file of a new checkpoint."""
+    with checkpoint.writing(folder, step, durable=False) as partial:
+        save(partial / "model.safetensors")
+    return checkpoint.weights_digest(folder / checkpoint.checkpoint_name(step))
+
+
+SUMMED = Writing(is_listed=True, is_summed=True)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_equal_weights_have_an_equal_digest_on_every_mesh(on_mesh, tmp_path, sizes):
+    whole = make_whole(3)
+    of_one = digest_of(tmp_path, 1, lambda file: save_cut(file, whole, SOLO, SUMMED))
+    cut = digest_of(tmp_path, 2, lambda file: on_mesh(lambda mesh: save_cut(file, whole, mesh, SUMMED), **sizes))
+    assert cut == of_one
+
+
+def test_weights_that_differ_in_a_bit_or_a_place_have_another_digest(tmp_path, monkeypatch):
+    whole, steps = make_whole(), itertools.count(1)
+
+    def digest(**changed):
+        return digest_of(tmp_path, next(steps), lambda file: save_cut(file, whole | changed, SOLO, SUMMED))
+
+    def flipped(name, place, bit):
+        other = whole[name].clone()
+        other.reshape(-1).view(torch.uint8)[place] ^= 1 << bit
+        return {name: other}
+
+    changes = [
+        flipped(name, place, bit)
+        for name, tensor in whole.items()
+        for place, bit in ((0, 0), (tensor.nbytes // 2, 3), (tensor.nbytes - 1, 7))
+        if tensor.nbytes
+    ]
+    changes += [{"by rows": whole["by rows"].flip(0)}, {"by rows": whole["by rows"].reshape(7, 14)}]
+    found = [digest(), *(digest(**change) for change in changes)]
+    assert len({*found}) == len(found) == 18
+    assert digest() == found[0]
+    monkeypatch.setattr("rallypoint.model_files.writer.CHUNK_BYTES", 64)
+    assert digest() == found[0], "pieces of any size"
+
+
+def test_checkpoints_without_sums_have_the_digest_of_their_parts(tmp_path):
+    of_parts = digest_of(tmp_path, 1, lambda file: save_cut(file, make_whole(), SOLO, Writing(is_listed=True)))
+    assert len(of_parts) == 16
+    checkpoint.verify(tmp_path / "step_000001")
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_no_tensor_travels_to_be_written(on_mesh, tmp_path, sizes):
     small, large = (
@@ -260,6 +326,12 @@ def test_a_tensor_of_several_pieces_that_does_not_lie_end_to_end_is_written_as_i
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_two_ranks_load_their_parts_of_a_model_and_write_the_folder_that_one_would(on_mesh, mixture, tmp_path, axis):
     whole = load_policy(str(mixture), dtype="float32").model
+
+    def save(file, mesh=SOLO):
+        save_model(load_policy(str(mixture), dtype="float32", mesh=mesh), file.parent, how=SUMMED)
+
+    of_two = digest_of(tmp_path / "saved", 2, lambda file: on_mesh(functools.partial(save, file), **{axis: 2}))
+    assert of_two == digest_of(tmp_path / "saved", 1, save)
 
     def load_and_save(mesh):
         shard = load_policy(str(mixture), dtype="float32", mesh=mesh)
