@@ -73,7 +73,9 @@ def untouched(tmp_path_factory):
 
 
 def test_a_run_whose_machine_is_gone_goes_on_on_another_one_to_the_same_bits(door, runs, untouched, monkeypatch):
-    process = runs.start("train", "digits", *TINY, *INLINE, *EACH, *HERE, "validation.every_steps=100")
+    with monkeypatch.context() as patch:
+        patch.setenv("RALLY_FAIL", "StepDone:step=6:hang")  # so that it is there to be killed
+        process = runs.start("train", "digits", *TINY, *INLINE, *EACH, *HERE, "validation.every_steps=100")
     await_key(process, "runs/a/checkpoints/step_000002/manifest.json")
     process.kill()
     process.wait(60)
@@ -150,6 +152,15 @@ def test_what_is_at_a_url_is_listed_shown_exported_and_trained_on(door, untouche
     assert re.search(r"^a +ppo +\S finished", capsys.readouterr().out, re.MULTILINE)
     _run_done("show", URL, "--best", "1")
     assert "score" in capsys.readouterr().out
+    _run_done("view", URL, "--export", "page.html")
+    assert folder.path.name in (tmp_path / "two/page.html").read_text()
+    capsys.readouterr()
+    answers = []
+    for name in (URL, str(folder.path)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("493\n"))
+        _run_done("chat", name, "--max-response-tokens", "5", "--temperature", "1")
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != ""
     _run_done("export", URL, "exported")
     assert (tmp_path / "two/exported/model.safetensors").read_bytes() == newest(folder, "model.safetensors")
     assert "digits" in (tmp_path / "two/exported/README.md").read_text()

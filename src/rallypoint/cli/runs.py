@@ -235,6 +235,8 @@ def runs_of(names: Sequence[str]) -> list[Path]:
 
 _STYLES: dict[State, tuple[str, str]] = {
     "running": ("▶", f"bold {SKY}"),
+    "elsewhere": ("▶", SKY),
+    "silent": ("?", PALETTE["watch"]),
     "finished": ("●", GREEN),
     "stopped": ("‖", PALETTE["watch"]),
     "failed": ("✖", f"bold {VERMILION}"),

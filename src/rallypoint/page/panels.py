@@ -33,6 +33,7 @@ from rallypoint.page.timing import JSON, MOST_NOTES, six_digits, spans
 from rallypoint.prepare.plan import make_plan
 from rallypoint.run.comparison import compare_runs
 from rallypoint.run.metrics_log import TIME
+from rallypoint.run.overview import state_of
 from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.rollouts import rollout_files
 
@@ -69,7 +70,7 @@ def summary(run: Snapshot) -> JSON:
     """Return what the page opens with: state, steps, and which metrics there are."""
     state, config = run.state, run.config
     is_running = run.is_running
-    how = "running" if is_running else "killed" if state.ended is None else state.ended.how
+    how = state_of(run.folder, state.ended, run.entries[-1].time_s if run.entries else 0.0)
     watched, validated = (REWARD, "reward"), "score"
     if config is not None:
         watched, validated = config.watched[0], RECIPES[config.recipe].validated
@@ -225,8 +226,8 @@ def what_broke(run: Snapshot) -> JSON:
                 pass
         if starts:
             starts[-1]["until"] = entry.time_s
-    if starts and starts[-1]["how"] == "killed" and run.is_running:
-        starts[-1]["how"] = "running"
+    if starts and starts[-1]["how"] == "killed":
+        starts[-1]["how"] = state_of(run.folder, None, starts[-1]["until"])
     folder = run.folder.checkpoints
     kept = {checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder)}
     aside = [one.name for one in folder.iterdir() if one.name not in kept] if folder.is_dir() else []

@@ -92,6 +92,15 @@ def bring(url: str, runs_dir: Path, from_step: int | None = None) -> Path:
         return path
 
 
+def _copies() -> Path:
+    return cache_folder() / "runs"
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is a copy of a run at a URL, which no process of this machine trains in."""
+    return folder.is_relative_to(_copies())
+
+
 def borrow(url: str, *, only: tuple[str, ...] = ()) -> Path:
     """Return a copy of a run at a URL in this machine's cache, for those who read it.
 
@@ -104,7 +113,7 @@ def borrow(url: str, *, only: tuple[str, ...] = ()) -> Path:
     """
     with answering(url):
         remote = Remote.of(url)
-        folder = cache_folder() / "runs" / remote.url.replace("://", "/")
+        folder = _copies() / remote.url.replace("://", "/")
         had, found = read_list(folder / SENT), patiently(remote.files)
         if CONFIG not in found:
             raise RunFolderError(f"{url}: no run is there, as it has no {CONFIG}")

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from rallypoint.config import read
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.journal import fold, read_journal
+from rallypoint.journal import RunEnded, fold, read_journal
+from rallypoint.run.copies import is_copy
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 
-State: TypeAlias = Literal["running", "finished", "stopped", "failed", "killed", "damaged"]
-"""`stopped`: by Ctrl-C or a callback, its state is saved. `failed`: by an error. `killed`: it ended without a word."""
+State: TypeAlias = Literal["running", "elsewhere", "silent", "finished", "stopped", "failed", "killed", "damaged"]
+"""`stopped`: by Ctrl-C or a callback, its state is saved. `failed`: by an error. `killed`: it ended without a word.
+Of a run at a URL that has not ended nobody here knows whether its process lives: `elsewhere` if it was heard of in the
+last minutes, `silent` if not.
+"""
+_SILENT_S = 300.0
+"""Seconds without a further event at a URL after which a run is silent: one is sent once a minute, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,7 @@ class Overview:
     """(step, score), oldest first: of validations, or mean rewards in a run without them."""
     is_validated: bool = False
     changed: float = 0.0
-    """Time at which it wrote its newest metrics, or began: seconds since the epoch."""
+    """Time at which it wrote its newest metrics, or began; of one at a URL, of its newest event; since the epoch."""
 
     @property
     def last(self) -> float:
@@ -66,6 +73,23 @@ def find_runs(folder: Path) -> list[Overview]:
     return sorted(found, key=lambda one: (-one.changed, one.path.name))
 
 
+def state_of(run: RunFolder, ended: RunEnded | None, heard_s: float) -> State:
+    """Return the state of a run that is not damaged.
+
+    Args:
+        run: its folder.
+        ended: the end of its newest start, by its journal.
+        heard_s: time of its newest event, in seconds since the epoch.
+    """
+    if run.is_in_use():
+        return "running"
+    if ended is not None:
+        return ended.how
+    if is_copy(run.path):
+        return "elsewhere" if time.time() - heard_s < _SILENT_S else "silent"
+    return "killed"
+
+
 def overview(path: Path) -> Overview:
     """Return what there is to know of one run; a file that cannot be read makes it `damaged`."""
     run = RunFolder(path)
@@ -77,17 +101,18 @@ def overview(path: Path) -> Overview:
     except (ConfigError, RunFolderError, OSError) as error:
         why = str(error)
         return Overview(path=path, recipe="?", state="damaged", why=why, changed=newest.stat().st_mtime)
+    heard_s = entries[-1].time_s if entries else newest.stat().st_mtime
     name = VALIDATION if any(VALIDATION in record for record in records) else REWARD
     return Overview(
         path=path,
         recipe=str(values.get("recipe", "?")),
-        state="running" if run.is_in_use() else "killed" if ended is None else ended.how,
+        state=state_of(run, ended, heard_s),
         why="" if ended is None else ended.why.partition("\n")[0],
         step=max((int(record[STEP]) for record in records), default=0),
         num_steps=_num_steps(values),
         scores=[(int(record[STEP]), record[name]) for record in records if name in record],
         is_validated=name == VALIDATION,
-        changed=newest.stat().st_mtime,
+        changed=heard_s if is_copy(path) else newest.stat().st_mtime,
     )
 
 

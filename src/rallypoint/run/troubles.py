@@ -36,6 +36,7 @@ from rallypoint.observability.health import Health, Level, health, in_percent, r
 from rallypoint.observability.numbers import counted, duration, finite_mean, number
 from rallypoint.observability.spans import TIME_PREFIX, shares_of, spans_of, top_level
 from rallypoint.observability.trend import FLAT_STEPS, REWARD, SPREAD, RewardTrend, error_of_means, jump
+from rallypoint.run.copies import is_copy
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import config_of
 from rallypoint.run.rollouts import rollout_files, scores_in
@@ -146,7 +147,7 @@ def troubles(entries: Iterable[Entry], folder: RunFolder | None = None) -> list[
     """
     entries = list(entries)
     state = fold(entry.event for entry in entries)
-    is_over = folder is not None and not folder.is_in_use()
+    is_over = folder is not None and not (folder.is_in_use() or is_copy(folder.path))
     story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)], is_over)
     of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_ranks, _of_time, _of_waste) if story.steps else ()
     found = [trouble for check in (*of_steps, _of_ends, _of_clock) for trouble in check(story)]

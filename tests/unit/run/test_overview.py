@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rallypoint.config import load_config
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Event, Journal, RunBegan, RunEnded, Said, StepDone
+from rallypoint.journal import Event, Journal, RunBegan, RunEnded, Said, StepDone, read_journal
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.run.overview import find_runs, overview
 
@@ -48,6 +49,21 @@ def run_in(folder: Path, name: str, *events: Event, scores=()) -> RunFolder:
 def test_the_end_of_a_run_is_the_event_of_its_newest_start_whatever_was_said(tmp_path: Path, events, state, why):
     found = overview(run_in(tmp_path, "mine", *events).path)
     assert (found.state, found.why, found.recipe, found.num_steps) == (state, why, "ppo", 120)
+
+
+def test_a_copy_of_a_run_that_has_not_ended_is_elsewhere_while_it_is_heard_of_and_then_silent(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copies = tmp_path / "rallypoint" / "fetched" / "runs" / "s3" / "lab"
+    run = run_in(copies, "mine", BEGAN, NOTE)
+    os.utime(run.journal, (1, 1))  # when it was fetched says nothing
+    (heard,) = list(read_journal(run.journal))[-1:]
+    monkeypatch.setattr(time, "time", lambda: heard.time_s + 299)
+    assert (overview(run.path).state, overview(run.path).changed) == ("elsewhere", heard.time_s)
+    monkeypatch.setattr(time, "time", lambda: heard.time_s + 301)
+    assert overview(run.path).state == "silent"
+    with Journal(run.journal) as journal:
+        journal.append(RunEnded(how="finished"))
+    assert overview(run.path).state == "finished"
 
 
 def test_a_run_that_another_process_trains_is_running(tmp_path: Path):
