@@ -307,14 +307,34 @@ class ResourcePoolManager:
         return self._pools[self._mapping[role]]
 
     async def open(self, runtime: Runtime) -> None:
-        """Start the processes of all pools that a role is placed on, at the same time.
+        """Check that the pools fit together, and start their processes.
 
         Raises:
             PlacementError: they do not fit.
         """
-        used = [pool for name, pool in self._pools.items() if name in self._mapping.values()]
-        await runtime.reserve(list(dict.fromkeys(source for pool in used for source in pool.sources)))
-        await asyncio.gather(*(runtime.processes(pool) for pool in used))
+        await runtime.reserve(list(dict.fromkeys(source for pool in self._used for source in pool.sources)))
+        await self.start(runtime)
+
+    async def start(self, runtime: Runtime) -> None:
+        """Start the processes that are not running, of all pools that a role is placed on, at the same time.
+
+        Raises:
+            PlacementError: a pool has no place; processes of others that have no role yet are ended.
+        """
+        starting = [asyncio.ensure_future(runtime.processes(pool)) for pool in self._used]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for pool in starting:
+                if pool.done() and not pool.cancelled() and pool.exception() is None:
+                    for process in pool.result():
+                        if not process.roles:
+                            process.end()
+            raise
+
+    @property
+    def _used(self) -> list[Pool]:
+        return [pool for name, pool in self._pools.items() if name in self._mapping.values()]
 
     async def processes(self, runtime: Runtime, role: str) -> Sequence[Process]:
         """Return the processes of a role, in rank order."""

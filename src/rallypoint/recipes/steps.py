@@ -362,10 +362,12 @@ class Starts:
     async def _begin(self, supervisor: Supervisor, saved: Path | None) -> RemainingSteps:
         self.journal.say("starting the roles", level="wait")
         config, material = self.beginning.config, self.material
-        where = rendezvous_of(config, self.runtime)
+        opening = asyncio.create_task(self.pools.start(self.runtime))
+        where = await asyncio.to_thread(rendezvous_of, config, self.runtime)
         self._placement = Placement(
             config, self.runtime, self.pools, material.model_path, self.shared, where, supervisor
         )
+        await opening
         if saved is None and config.rollout.max_staleness:  # on other weights, and no `Resumed` would say so
             self._kept.only(())
         setup = Setup(self._placement, material, self.grader, self.journal, self.agents, self.recorded, self._kept)

@@ -186,6 +186,10 @@ class WrittenFolder(WeightTransport):
         rank.read(version, published)
 
 
+_PATIENCE_S = 10.0
+"""Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
+
+
 @dataclasses.dataclass(slots=True)
 class Stream(WeightTransport):
     """The actor's ranks send while those of the rollout role load, over a `Transport`."""
@@ -200,7 +204,7 @@ class Stream(WeightTransport):
     def of(cls, name: TransportName, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
-        return cls(name, checksum, config.cluster.call_timeout_s)
+        return cls(name, checksum, config.cluster.call_timeout_s + _PATIENCE_S)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`."""

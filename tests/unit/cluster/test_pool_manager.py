@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rallypoint.cluster import InlineRuntime, ResourcePool, ResourcePoolManager, merge
-from rallypoint.errors import PlacementError
+from rallypoint.errors import NoPlaceError, PlacementError
 
 
 def test_one_entry_of_the_mapping_moves_a_role(tmp_path):
@@ -78,3 +78,27 @@ def test_a_pool_of_which_several_views_are_in_use_is_asked_for_once():
     with pytest.raises(PlacementError, match="full"):
         asyncio.run(manager.open(runtime))
     assert runtime.asked == ["main"]
+
+
+def test_pools_start_at_the_same_time_and_what_has_no_role_yet_ends_if_one_has_no_place(tmp_path):
+    class Full(InlineRuntime):
+        """Has no place for the pool `side`."""
+
+        async def processes(self, pool):
+            if pool.name == "side":
+                raise NoPlaceError("none")
+            return await super().processes(pool)
+
+    async def started():
+        manager = ResourcePoolManager({"main": [2], "side": [1]}, {"actor": "main", "rollout": "side"})
+        runtime = Full(log_folder=tmp_path)
+        with pytest.raises(NoPlaceError):
+            await manager.start(runtime)
+        ended = runtime._all()
+        again = await manager.processes(runtime, "actor")
+        await runtime.shutdown()
+        return ended, again
+
+    ended, again = asyncio.run(started())
+    assert ended == []
+    assert len(again) == 2
