@@ -174,7 +174,7 @@ def table() -> list[Drill]:
         *_calls("two", (*_STEP, *_PUBLISH), ("rank=0:step=3", "rank=1:step=2"), "kill"),
         *_calls("two", ("actor.train", "rollout.advance"), ("rank=1:step=3",), "slow=1"),
         *_calls("ahead", ("actor.train", "critic.train", *_STREAM), ("step=1", "step=3"), "kill"),
-        *_calls("ahead", ("rollout.advance",), ("step=1", "n=3", "n=6"), "kill"),
+        *_calls("ahead", ("rollout.advance",), ("step=1", "n=3", "n=4"), "kill"),
         *_calls("ahead", ("actor.train",), ("step=2",), "stop"),
         *_calls("ahead", ("rollout.advance",), ("n=4",), "stop"),
         *_calls("one", (*_STEP, *_PUBLISH, *_BETWEEN[:3]), ("n=2",), "raise"),
