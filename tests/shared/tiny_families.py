@@ -17,8 +17,10 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -39,12 +41,23 @@ MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 8,
     "norm_topk_prob": True,
 }
+HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=4),
     "qwen2": Qwen2Config,
     "qwen3": lambda **sizes: Qwen3Config(**sizes, head_dim=8),
+    "qwen3_5_text": lambda **sizes: Qwen3_5TextConfig(**sizes, **HYBRID, full_attention_interval=2),
     "qwen3_moe": lambda **sizes: Qwen3MoeConfig(**sizes, **MIXTURE),
+    "qwen3_next": lambda **sizes: Qwen3NextConfig(
+        **sizes, **MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12
+    ),
     "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=8),
     "gemma2": lambda **sizes: Gemma2Config(
         **sizes, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0

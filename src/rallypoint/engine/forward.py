@@ -38,6 +38,7 @@ from rallypoint.cpu.onednn import filled_up
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.head import head_outputs, likeliest, logit_softcap
+from rallypoint.models.linear_attention import DeltaInputs, recall_over_ranks
 from rallypoint.models.prefix import pick
 from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.models.tensor_parallel import (
@@ -352,6 +353,10 @@ class SequenceParallelRows:
         query, key, value = exchange_for_columns(torch.cat(shares, 2), sp, sizes).split(num_heads, 1)
         out = self._rows.attend(layer, query, key, value, scaling, limits)
         return exchange_for_rows(out, sp, sizes).flatten(1, 2)
+
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        return recall_over_ranks(self._rows, layer, inputs, self._part.sp, self._part.num_tokens)
 
 
 def _part(sizes: Sequence[int], rank: int) -> slice:

@@ -10,7 +10,7 @@ import pkgutil
 
 from rallypoint.families.family import Cut, Family, Norm
 
-__all__ = ["FAMILIES", "MIXTURES", "Cut", "Family", "Norm", "small_experts"]
+__all__ = ["FAMILIES", "MIXTURES", "Cut", "Family", "Norm", "small_experts", "small_linear_attention"]
 
 
 def _found() -> dict[str, Family]:
@@ -35,3 +35,15 @@ def small_experts(model_type: str, intermediate_size: int) -> dict[str, int]:
         return {}
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, intermediate_size // 4)}
     return sizes | {"norm_topk_prob": True}
+
+
+def small_linear_attention(model_type: str, num_heads: int, head_dim: int) -> dict[str, int]:
+    """Return what config.json of a small hybrid says of its linear attention, if its family has any.
+
+    >>> small_linear_attention("llama", 4, 16)
+    {}
+    """
+    if model_type not in FAMILIES or not FAMILIES[model_type].linear_attentions:
+        return {}
+    sizes = {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads, "linear_conv_kernel_dim": 4}
+    return sizes | {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "full_attention_interval": 2}

@@ -54,6 +54,10 @@ class Family:
     """Classes of MLPs that are down(act(gate(x)) * up(x)), with a `config.hidden_act`."""
     routers: tuple[str, ...] = ()
     """Classes of routers that choose by softmax, as in Qwen3-MoE."""
+    within: str | None = None
+    """Value of `model_type` of models that see as well, whose files hold it as their `language_model`."""
+    linear_attentions: tuple[str, ...] = ()
+    """Classes of layers that compute the gated delta rule as in Qwen3.5; every rank of `tp` has all of one."""
     experts: str | None = None
     """Name of the experts in a layer; they take the place of the block that contains them."""
     stored_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])

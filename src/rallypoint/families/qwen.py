@@ -1,7 +1,9 @@
-"""Qwen2 and Qwen2.5, Qwen3, and Qwen3 as a mixture of experts.
+"""Qwen2 and Qwen2.5, Qwen3, and Qwen3 as a mixture of experts; hybrids: Qwen3.5 and Qwen3-Next, a mixture.
 
 Qwen2 (arXiv 2407.10671, 2412.15115) has biases on queries, keys and values; Qwen3 (2505.09388) normalizes queries
-and keys, head by head. Some layers of a mixture may have a plain MLP.
+and keys, head by head. Some layers of a mixture may have a plain MLP. Three of four layers of a hybrid have linear
+attention (arXiv 2412.06464), and the output of the others' attention is gated: that runs transformers' code. In
+Qwen3-Next an MLP that all tokens pass stands beside the experts; every rank of `tp` has all of it.
 """
 
 from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, Family, Norm, own_window
@@ -31,4 +33,22 @@ QWEN3_MOE = Family(
     routers=("Qwen3MoeTopKRouter",),
     experts="mlp.experts",
     stored_experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    norms={"Qwen3_5RMSNorm": Norm(eps="eps", offset=1.0)},
+    mlps=("Qwen3_5MLP",),
+    within="qwen3_5",
+    linear_attentions=("Qwen3_5GatedDeltaNet",),
+)
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    norms={"Qwen3NextRMSNorm": Norm(eps="eps", offset=1.0)},
+    mlps=("Qwen3NextMLP",),
+    routers=("Qwen3NextTopKRouter",),
+    linear_attentions=("Qwen3NextGatedDeltaNet",),
+    experts="mlp.experts",
+    stored_experts=QWEN3_MOE.stored_experts,
 )

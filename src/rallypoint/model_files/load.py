@@ -27,6 +27,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.families import FAMILIES
 from rallypoint.model_files.adapters import adapters_of, fill_adapters
 from rallypoint.model_files.load_checks import check_agreement, check_finite, fit, make_sketch
 from rallypoint.model_files.locate import explained, find_weights, read_config, read_generation_config
@@ -371,6 +372,8 @@ def _check_value_head(path: str, model: PreTrainedModel, remedy: str) -> None:
 def _check_attention(path: str, model: PreTrainedModel) -> None:
     """Refuse models that packed attention would compute wrongly."""
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    family = FAMILIES.get(str(model.config.model_type))
+    kinds -= {"linear_attention"} if family is not None and family.linear_attentions else set()
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{path}: layers of type {', '.join(sorted(unknown))} are not supported yet")
     rope: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
@@ -379,5 +382,5 @@ def _check_attention(path: str, model: PreTrainedModel) -> None:
         raise ModelError(
             f"{path}: its rotary embedding depends on the longest row in the batch, which is not supported yet"
         )
-    if not getattr(model, "_supports_attention_backend", False):
+    if family is None and not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{path}: {type(model).__name__} does not use transformers' attention registry")

@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -64,7 +65,19 @@ def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTraine
         raise ModelError(
             f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
         )
-    return config
+    return _language_model(config, changes)
+
+
+def _language_model(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config of the language model in one that sees as well, if we know that; what sees is left out."""
+    text = config.get_text_config()
+    family = FAMILIES.get(str(text.model_type))
+    if text is config or family is None or family.within != config.model_type:
+        return config
+    tied = text.tie_word_embeddings or config.tie_word_embeddings
+    text.update({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__], "tie_word_embeddings": tied})
+    text.update(dict(changes))
+    return text
 
 
 def _options(path: str, trust_remote_code: bool) -> dict[str, Any]:

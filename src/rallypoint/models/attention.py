@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from rallypoint.config.limits import LONGEST_FOR_PRODUCTS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
+from rallypoint.models.linear_attention import DeltaInputs, Recurrence
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import (
     NO_LIMITS,
@@ -127,6 +128,7 @@ class PackedRows:
         self._num_filler = num_filler
         # Layers of one kind share these; the first of them makes them.
         self._keys: PackedKeys | None = None
+        self._recurrence: Recurrence | None = None
         self._rectangles = None if may_have_varlen(device) else self._laid_out()
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[SequenceBatch]] = {}
@@ -161,6 +163,13 @@ class PackedRows:
             batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
             outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
+
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        del layer
+        if self._recurrence is None:
+            self._recurrence = Recurrence(*self._layout)
+        return self._recurrence.run(inputs, self._recurrence.blank(inputs))[0]
 
     @property
     def _slots(self) -> Slots:

@@ -22,6 +22,7 @@ from rallypoint.models.attention import AttentionRows
 from rallypoint.models.experts import replace_routers
 from rallypoint.models.kernels import find_kernels
 from rallypoint.models.layer_kernels import find_layer_kernels
+from rallypoint.models.linear_attention import replace_linear_attentions
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.products import Limits
 
@@ -91,6 +92,7 @@ def replace_layers(model: nn.Module) -> None:
     """
     replace_norms(model)
     replace_routers(model)
+    replace_linear_attentions(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             kind = type(child)

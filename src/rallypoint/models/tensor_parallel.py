@@ -63,7 +63,7 @@ def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorP
             for name, plan in family.blocks.items():
                 if family.experts in modules and str(family.experts).startswith(f"{name}."):
                     cutter.cut_experts(modules[str(family.experts)])
-                else:
+                elif name in modules:  # a layer of linear attention has no attention
                     cutter.cut_block(modules[name], plan)
     names = {weight: name for name, weight in model.named_parameters()}
     parts = {name: cutter.parts.get(weight, Part.whole(weight.shape)) for weight, name in names.items()}

@@ -90,7 +90,11 @@ def test_checkpoints_of_either_mesh_load_in_the_other(on_mesh, folder):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3", {}, r"Qwen3ForCausalLM has no experts to deal over ranks \(ep > 1\); models of type qwen3_moe have"),
+        (
+            "qwen3",
+            {},
+            r"Qwen3ForCausalLM has no experts to deal over ranks \(ep > 1\); models of type qwen3_moe, qwen3_next have",
+        ),
         ("qwen3_moe", {"num_experts": 9}, "Qwen3MoeForCausalLM: ep=2 does not divide 9 experts; choose 1, 3 or 9"),
     ],
 )

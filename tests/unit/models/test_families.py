@@ -1,8 +1,8 @@
 """Every family through the door of the loader, against transformers' own code on each row alone.
 
-Its eager attention rounds every softmax to float32, so that it is compared more loosely than its sdpa, which knows no
-capped scores. Its norms and routers, which round likewise, are ours on both sides: they have tests of their own. Rows
-are longer than the windows.
+Its eager attention rounds every softmax to float32, and its linear attention all states, so that these are compared
+more loosely than its sdpa, which knows no capped scores. Its norms and routers, which round likewise, are ours on both
+sides: they have tests of their own. Rows are longer than the windows.
 """
 
 import pytest
@@ -14,8 +14,10 @@ from transformers import (
     GemmaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from rallypoint.engine import policy_outputs
@@ -40,6 +42,8 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+HYBRID = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "initializer_range": 0.1}
 MIXTURE = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SLIDING = {"sliding_window": 5, "use_sliding_window": True}
 CONFIGS = {
@@ -54,11 +58,16 @@ CONFIGS = {
     "qwen2": (Qwen2Config(**SIZES), "sdpa"),
     "qwen2, some layers slide": (Qwen2Config(**SIZES, **SLIDING, max_window_layers=1), "sdpa"),
     "qwen3, some layers slide": (Qwen3Config(**SIZES, head_dim=8, **SLIDING, max_window_layers=2), "sdpa"),
+    "qwen3_5_text": (Qwen3_5TextConfig(**SIZES | HYBRID, full_attention_interval=2), "sdpa"),
     "qwen3_moe": (Qwen3MoeConfig(**SIZES, **MIXTURE), "sdpa"),
     "qwen3_moe, some layers dense": (Qwen3MoeConfig(**SIZES, **MIXTURE, decoder_sparse_step=2), "sdpa"),
+    "qwen3_next": (
+        Qwen3NextConfig(**SIZES | MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12),
+        "sdpa",
+    ),
     "qwen3_moe that slides": (Qwen3MoeConfig(**SIZES, **MIXTURE, **SLIDING), "sdpa"),
 }
-TOLERANCES = {"eager": 1e-6, "sdpa": 1e-12}
+TOLERANCES = {"eager": 1e-6, "sdpa": 1e-12, "linear": 1e-4}
 LENGTHS = (23, 1, 6, 70)
 
 
@@ -74,7 +83,8 @@ def both(request, tmp_path):
     )
     replace_norms(theirs)  # transformers rounds what a norm of a float64 model returns to float32
     replace_routers(theirs)
-    return ours, theirs.eval(), TOLERANCES[attention]
+    rounds = "linear" if FAMILIES[config.model_type].linear_attentions else attention
+    return ours, theirs.eval(), TOLERANCES[rounds]
 
 
 def test_the_logprobs_and_gradients_of_packed_rows_are_those_of_each_row_alone(both):
