@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from rallypoint.config.limits import BLOCK_TOKENS
+from rallypoint.models.linear_attention import DeltaStates
 
 Integers = npt.NDArray[np.int64]
 
@@ -24,7 +25,7 @@ Integers = npt.NDArray[np.int64]
 class Block:
     """Some consecutive tokens of one sequence, or of several that begin alike."""
 
-    __slots__ = ("index", "last_state", "num_users", "parent", "tokens")
+    __slots__ = ("index", "last_state", "num_users", "parent", "snapshot", "tokens")
 
     def __init__(self, index: int, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> None:
         self.index = index
@@ -35,6 +36,8 @@ class Block:
         """Running sequences that use it."""
         self.last_state: Tensor | None = None
         """[E]: the hidden state of its last token, if a prompt ends here."""
+        self.snapshot: DeltaStates | None = None
+        """States of all layers of linear attention behind its last token, [layers, ...] both; see `recurrent`."""
 
 
 class BlockManager:
@@ -104,6 +107,7 @@ class BlockManager:
             block.num_users -= 1
             if block.num_users:
                 continue
+            block.snapshot = None
             name = block.parent, block.tokens
             if self._shared.get(name) is block:
                 self._shared[name] = self._shared.pop(name)  # the most recently used
@@ -150,6 +154,8 @@ class AttentionMetadata:
     """[B, S]: how many tokens each block is for."""
     num_blocks: Integers
     """[B]: blocks of each sequence; the last ones may be for tokens that come later."""
+    table_lines: Integers
+    """[B]: the line of each sequence in the block tables; -1 for none."""
 
     @classmethod
     def of(
@@ -162,7 +168,7 @@ class AttentionMetadata:
             blocks[line, : len(seen)] = [block.index for block in seen]
             sizes[line, : len(seen)] = [len(block.tokens) or block_tokens for block in seen]
         tokens, positions = (np.array([query[column] for query in queries]) for column in (0, 1))
-        return cls(tokens, positions, blocks, sizes, num_blocks)
+        return cls(tokens, positions, blocks, sizes, num_blocks, np.full(len(queries), -1))
 
     @property
     def first_positions(self) -> Integers:
@@ -226,5 +232,5 @@ class BlockTables:
         num_blocks = self._num_blocks[lines]
         longest = num_blocks.max()
         return AttentionMetadata(
-            tokens, positions, self._blocks[lines, :longest], self._sizes[lines, :longest], num_blocks
+            tokens, positions, self._blocks[lines, :longest], self._sizes[lines, :longest], num_blocks, lines
         )

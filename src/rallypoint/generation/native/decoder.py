@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
-from rallypoint.generation.native.kv_cache import LayerShapes
-from rallypoint.generation.requests import vocabulary_of
+from rallypoint.generation.native.kv_cache import LayerShapes, Probe
+from rallypoint.generation.native.recurrent import ByKind, DeltaShapes, is_recurrent, kinds_of_layers
 from rallypoint.models import AttentionRows, lm_head
 from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.layers import joined
+from rallypoint.models.linear_attention import DeltaRows
 from rallypoint.models.norm import RMSNorm
-from rallypoint.models.products import NO_LIMITS, Limits
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Least rows and width of states for products on a CPU in bfloat16 to be computed as weights times states. What stands
@@ -35,7 +35,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1}
 """Differences from a model's own code, as a part of the largest number."""
 
 
-class DecoderRows(AttentionRows, Protocol):
+class DecoderRows(AttentionRows, DeltaRows, Protocol):
     """Rows with the place of each of their tokens; see `rallypoint.models.Rows`."""
 
     @property
@@ -183,6 +183,11 @@ class Decoder:
         return self._plain is not None
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether it has layers of linear attention."""
+        return is_recurrent(self.model)
+
+    @property
     def network(self) -> Network | None:
         """The weights of a plain decoder; None if it is not plain."""
         return None if self._plain is None else self._plain.network
@@ -216,15 +221,20 @@ class Decoder:
             plain = PlainDecoder(self.model, self._arithmetic)
             check_decoder(self.model, plain)
             self._plain = plain
-        probe = _Probe(self.model)
+        probe = Probe(self.model)
         run_own_code(self.model, probe)
         assert len(set(probe.layers)) == 1, "layers are alike"
-        return LayerShapes(len(probe.layers), *probe.layers[0], probe.like)
+        delta = None
+        if probe.states is not None:
+            delta = DeltaShapes(len(kinds_of_layers(self.model)) - len(probe.layers), *probe.states)
+        return LayerShapes(len(probe.layers), *probe.layers[0], probe.like, delta)
 
 
 def run_own_code(model: PreTrainedModel, rows: DecoderRows) -> Tensor:
     """Send tokens through a model by its own code: [B] -> [B, E]."""
     tokens, places = rows.tokens.unsqueeze(0), rows.position_ids
+    if is_recurrent(model):
+        rows = ByKind(rows, kinds_of_layers(model))
     return model.base_model(input_ids=tokens, position_ids=places, use_cache=False, rows=rows).last_hidden_state[0]
 
 
@@ -372,29 +382,10 @@ def check_decoder(model: PreTrainedModel, decoder: PlainDecoder) -> None:
     Raises:
         ModelError: they differ.
     """
-    ours, theirs = decoder(_Probe(model)), run_own_code(model, _Probe(model))
+    ours, theirs = decoder(Probe(model)), run_own_code(model, Probe(model))
     difference, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= _TOLERANCES[model.dtype] * scale and bool(theirs.isfinite().all()):
         raise ModelError(
             f"{type(model).__name__} decoded token by token differs from its own code by {difference:.2g} in states "
             f"of up to {scale:.2g}; this is a mistake in rallypoint, please report it with config.json"
         )
-
-
-class _Probe:
-    """Rows without a cache: attention that needs all of query, key and value, and remembers their shapes."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.tokens = torch.arange(5, device=model.device) % vocabulary_of(model)
-        self.position_ids = 3 * self.tokens.unsqueeze(0)
-        self.layers: list[tuple[int, int, int]] = []
-        self.like = self.tokens
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
-    ) -> Tensor:
-        """See `AttentionRows.attend`."""
-        del limits
-        self.layers.append((query.shape[1], key.shape[1], key.shape[2]))
-        self.like = key
-        return query + (key * scaling + value / (layer + 1)).repeat_interleave(query.shape[1] // key.shape[1], 1)

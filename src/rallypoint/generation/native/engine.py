@@ -26,10 +26,11 @@ from transformers import PreTrainedModel
 
 from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.cpu.forms import computes_in_pieces
-from rallypoint.errors import RequestError
+from rallypoint.errors import ModelError, RequestError
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.block_manager import BlockManager
 from rallypoint.generation.native.cpu.backend import CPUBackend, ExactBackend
+from rallypoint.generation.native.decoder import is_recurrent
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.native.model_runner import Backend, ModelRunner
 from rallypoint.generation.native.scheduler import Scheduler
@@ -88,7 +89,7 @@ class NativeEngine:
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
         self._scheduler = Scheduler(max_rows)
-        self._runner = ModelRunner(backend or _backend_for(model, mode), size)
+        self._runner = ModelRunner(backend or _backend_for(model, mode), size, max_rows)
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
         self._next_id = 0
         self._arrived: list[Sequence] = []
@@ -178,7 +179,8 @@ class NativeEngine:
         """Sample a token for every running sequence, and end those that are done."""
         scheduler, runner = self._scheduler, self._runner
         if scheduler.blocks is None:
-            scheduler.blocks = BlockManager(runner.reserve_cache().num_blocks)
+            cache = runner.reserve_cache()
+            scheduler.blocks, scheduler.is_recurrent = BlockManager(cache.num_blocks), cache.recurrent is not None
         scheduler.count_waste(runner.num_sampled_ahead, runner.max_waste)
         admitted = self._prefill() if scheduler.num_steps <= 1 else []
         new = [sequence for sequence in admitted if not sequence.tokens]
@@ -266,5 +268,10 @@ class NativeEngine:
 def _backend_for(model: PreTrainedModel, mode: str) -> Backend:
     """Return the backend for a model's device and a mode."""
     if mode == "exact":
+        if is_recurrent(model):
+            raise ModelError(
+                f"{type(model).__name__} has layers of linear attention, whose states are computed token after token: "
+                "set rollout.exact=false"
+            )
         return ExactBackend(model)
     return CPUBackend(model) if computes_in_pieces(model.device) else AcceleratorBackend(model)

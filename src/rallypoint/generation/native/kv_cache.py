@@ -12,17 +12,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rallypoint.cluster.capacity import memory_bytes
 from rallypoint.config.limits import BLOCK_TOKENS, CACHE_MARGIN
 from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
+from rallypoint.generation.native.recurrent import DeltaShapes, RecurrentStates
+from rallypoint.generation.requests import vocabulary_of
+from rallypoint.models.linear_attention import DeltaInputs, DeltaStates, Recurrence
+from rallypoint.models.products import NO_LIMITS, Limits
 
 _MIB = 2**20
 
 
 class LayerShapes(NamedTuple):
-    """What the cache and the backends know of a model; all layers are alike."""
+    """What the cache and the backends know of a model; all layers with keys and values are alike."""
 
     num_layers: int
     heads: int
@@ -31,19 +36,34 @@ class LayerShapes(NamedTuple):
     head_dim: int
     like: Tensor
     """A tensor of the type and on the device of keys and values."""
+    delta: DeltaShapes | None = None
+    """Its layers of linear attention, if it has any."""
 
 
 class KVCache:
     """Keys and values of an engine."""
 
-    def __init__(self, num_blocks: int, shapes: LayerShapes, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        shapes: LayerShapes,
+        block_tokens: int = BLOCK_TOKENS,
+        recurrent: RecurrentStates | None = None,
+    ) -> None:
         """Reserve memory; on a CPU, pages that were never written to take none.
+
+        Args:
+            num_blocks: of all sequences.
+            shapes: of the layers.
+            block_tokens: tokens of a block.
+            recurrent: states of layers of linear attention, if the model has any.
 
         Raises:
             CacheError: there is too little.
         """
         self.num_blocks, self.block_tokens, self.shapes = num_blocks, block_tokens, shapes
-        layers, _, kv_heads, head_dim, like = shapes
+        self.recurrent = recurrent
+        layers, _, kv_heads, head_dim, like, _ = shapes
         num_bytes = 2 * layers * kv_heads * head_dim * num_blocks * block_tokens * like.element_size()
         with _explained(num_bytes, num_blocks * block_tokens, like.device):
             self.keys = reserve(layers, num_blocks, kv_heads, head_dim, block_tokens, like=like)
@@ -144,3 +164,30 @@ def _explained(num_bytes: int, num_tokens: int, device: torch.device) -> Iterato
             "fewer tokens with rollout.cache_tokens (rally serve: --cache-tokens), which may be much fewer than all "
             "rows have: those that find no memory wait"
         ) from error
+
+
+class Probe:
+    """Rows without a cache: attention that needs all of query, key and value, and remembers their shapes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens = torch.arange(5, device=model.device) % vocabulary_of(model)
+        self.position_ids = 3 * self.tokens.unsqueeze(0)
+        self.layers: list[tuple[int, int, int]] = []
+        self.states: DeltaStates | None = None
+        self.like = self.tokens
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
+    ) -> Tensor:
+        """See `AttentionRows.attend`."""
+        del limits
+        self.layers.append((query.shape[1], key.shape[1], key.shape[2]))
+        self.like = key
+        return query + (key * scaling + value / (layer + 1)).repeat_interleave(query.shape[1] // key.shape[1], 1)
+
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        del layer
+        recurrence = Recurrence(torch.tensor([0, len(inputs.mixed)]), inputs.mixed.device)
+        out, self.states = recurrence.run(inputs, recurrence.blank(inputs))
+        return out

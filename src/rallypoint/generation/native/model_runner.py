@@ -19,6 +19,7 @@ from rallypoint.cpu.threads import Lanes
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockTables
 from rallypoint.generation.native.decoder import Decoder, DecoderRows
 from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShapes
+from rallypoint.generation.native.recurrent import RecurrentStates, in_turns
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
 from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
@@ -128,8 +129,9 @@ class DecodeBatch:
 class ModelRunner:
     """One model, its cache and its batches."""
 
-    def __init__(self, backend: Backend, cache_size: CacheSize) -> None:
+    def __init__(self, backend: Backend, cache_size: CacheSize, max_rows: int) -> None:
         self.cache: KVCache | None = None
+        self._max_rows = max_rows
         self._backend, self._cache_size = backend, cache_size
         self._lanes = Lanes(backend.decoder.model.device)
         self._batches: list[DecodeBatch] = []
@@ -157,9 +159,10 @@ class ModelRunner:
         """
         shapes = self._backend.decoder.probe()
         self._backend.prepare(shapes)
+        recurrent = None if shapes.delta is None else RecurrentStates(self._max_rows, shapes.delta)
         token_bytes = 2 * shapes.num_layers * shapes.kv_heads * shapes.head_dim * shapes.like.element_size()
         num_tokens = self._cache_size.num_tokens(token_bytes, shapes.like.device)
-        self.cache = KVCache(-(-num_tokens // BLOCK_TOKENS), shapes)
+        self.cache = KVCache(-(-num_tokens // BLOCK_TOKENS), shapes, recurrent=recurrent)
         return self.cache
 
     def release_cache(self) -> None:
@@ -171,9 +174,14 @@ class ModelRunner:
     def prefill(self, chunks: abc.Sequence[PrefillChunk]) -> None:
         """Store keys and values of chunks, and the last state of each that ends in a prompt's block."""
         assert self.cache is not None, "sequences were admitted"
+        turns = [chunks] if self.cache.recurrent is None else in_turns(chunks)
+        for turn in turns:
+            self._prefill(self.cache, turn)
+
+    def _prefill(self, cache: KVCache, chunks: abc.Sequence[PrefillChunk]) -> None:
         num, num_threads = self._backend.parts(sum(len(chunk.tokens) for chunk in chunks), self._lanes.num)
         parts = deal_out(chunks, num)
-        jobs = [partial(self._backend.prefill, self.cache, part) for part in parts]
+        jobs = [partial(self._backend.prefill, cache, part) for part in parts]
         for part, states in zip(parts, self._lanes.run(jobs, num_threads), strict=True):
             for chunk, wanted in zip(part, states, strict=True):
                 block = chunk.slots[-1][0]
@@ -203,10 +211,22 @@ class ModelRunner:
     def make_batches(self, sequences: abc.Sequence[Sequence], tables: BlockTables, num_steps: int) -> None:
         """Make batches of sequences that have tokens, to decode so many steps, instead of those there are."""
         self._ahead.clear()
+        self._settle(sequences)
         num, self._num_threads_each = self._backend.parts(len(sequences), self._lanes.num)
         parts = [sequences[first::num] for first in range(num)]
         jobs = [partial(self._make_batch, tables, num_steps, part) for part in parts]
         self._batches = self._lanes.run(jobs, self._num_threads_each)
+
+    def _settle(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Begin the recurrent states of sequences that join: now, when nobody else decodes in their lines."""
+        if self.cache is None or self.cache.recurrent is None:
+            return
+        for sequence in sequences:
+            if not sequence.is_settled:
+                snapshot = sequence.newest_block.snapshot
+                assert snapshot is not None, "sequences are prefilled first"
+                self.cache.recurrent.settle(sequence.line, snapshot)
+                sequence.is_settled = True
 
     def _make_batch(self, tables: BlockTables, num_steps: int, sequences: abc.Sequence[Sequence]) -> DecodeBatch:
         assert self.cache is not None, "sequences run"

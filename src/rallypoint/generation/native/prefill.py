@@ -20,6 +20,7 @@ from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.models import PackedRows
 from rallypoint.models.fused import attend_fused
 from rallypoint.models.head import soft_capped
+from rallypoint.models.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.models.varlen import Borders, Varlen, find_varlen
 from rallypoint.types import offsets_from_lengths
@@ -89,6 +90,7 @@ class PrefillAttention:
         self._blocks = torch.tensor([block.index for block, _ in slots], device=device)
         self._block_offsets = torch.tensor([offset for _, offset in slots], device=device)
         self._seen: _SeenKeys | None = None
+        self._scan = None if cache.recurrent is None else cache.recurrent.prefill(chunks, self._offsets)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
@@ -109,6 +111,11 @@ class PrefillAttention:
         if self._num_padding:
             parts.append(query.new_zeros(self._num_padding, *query.shape[1:]))
         return torch.cat(parts)
+
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        assert self._scan is not None, "the model has such layers"
+        return self._scan.recall(layer, inputs)
 
     def attend_at_once(
         self,

@@ -37,6 +37,8 @@ class Scheduler:
         """Blocks of the KV cache; None until there is one."""
         self.num_steps = 0
         """Steps that are left of the current batches."""
+        self.is_recurrent = False
+        """Whether the model has layers of linear attention, whose states begin with a snapshot (see `recurrent`)."""
         self.num_preempted = 0
         """Times that a running sequence lost its memory."""
         self._max_sequences = max_sequences
@@ -69,7 +71,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             admitted.append((sequence, num_found))
-            sequence.line = self.tables.take_line()
+            sequence.line, sequence.is_settled = self.tables.take_line(), False
             self.tables.append(sequence.line, sequence.prompt_blocks)
             self.running.append(sequence)
             # Now, as the next ones must not count on that memory.
@@ -77,7 +79,7 @@ class Scheduler:
             prospects.append(self._prospect(sequence))
             num_cached = sum(len(block.tokens) for block in sequence.prompt_blocks[:num_found])
             num_tokens += len(sequence.request.tokens) - num_cached + len(sequence.tokens)
-        return [sequence for sequence, _ in admitted], _chunks(admitted)
+        return [sequence for sequence, _ in admitted], _chunks(admitted, is_recurrent=self.is_recurrent)
 
     def make_batches(self, max_steps: int) -> list[Sequence]:
         """Give all sequences with tokens memory for at most so many steps; return them, the longest first."""
@@ -217,7 +219,7 @@ def blocks_to_come(prospects: abc.Sequence[tuple[int, int]]) -> int:
     return max(0, int((np.arange(1, len(left) + 1) * blocks - freed).max()))
 
 
-def _chunks(admitted: abc.Sequence[tuple[Sequence, int]]) -> list[PrefillChunk]:
+def _chunks(admitted: abc.Sequence[tuple[Sequence, int]], *, is_recurrent: bool) -> list[PrefillChunk]:
     """Return what sequences lack of their keys and values, given how many blocks of their prompts were found.
 
     That is of prompts, and of responses of sequences that were preempted.
@@ -229,6 +231,8 @@ def _chunks(admitted: abc.Sequence[tuple[Sequence, int]]) -> list[PrefillChunk]:
         past, new = sequence.prompt_blocks[:num_found], sequence.prompt_blocks[num_found:]
         if not new and end.last_state is None and end not in coming:
             past, new = past[:-1], [end]  # found inside a longer prompt, so the state of its last token was not kept
+        if is_recurrent and end not in coming and any(block.snapshot is None for block in past[-1:]):
+            past, new = [], sequence.prompt_blocks  # nothing to go on from
         if new:
             slots = [(block, offset) for block in new for offset in range(len(block.tokens))]
             asked_by = sequence if sequence.asks_of_prompt else None

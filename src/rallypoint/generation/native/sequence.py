@@ -28,6 +28,8 @@ class Sequence:
         self.own_blocks: list[Block] = []
         self.line = -1
         """Line in the block tables; -1 while it does not run."""
+        self.is_settled = False
+        """Whether its recurrent states, if the model has any, are in that line."""
         may_stop = request.params.stop_tokens or request.params.stop_strings
         self.stop_checker = StopChecker(request.params, decode) if may_stop else None
 
@@ -40,6 +42,12 @@ class Sequence:
     def blocks(self) -> list[Block]:
         """All its blocks, in order."""
         return [*self.prompt_blocks, *self.own_blocks]
+
+    @property
+    def newest_block(self) -> Block:
+        """The block of the newest token that has keys and values."""
+        num_stored = len(self.tokens) - 1
+        return self.own_blocks[(num_stored - 1) // BLOCK_TOKENS] if num_stored > 0 else self.prompt_blocks[-1]
 
     @property
     def asks_of_prompt(self) -> bool:

@@ -32,6 +32,7 @@ from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.head import soft_capped
 from rallypoint.models.layer_kernels import HeadNorms, LayerKernels, find_layer_kernels
+from rallypoint.models.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _STEPS_AT_ONCE = 8
@@ -41,7 +42,7 @@ _STEPS_AT_ONCE = 8
 class AcceleratorBackend:
     """See `Backend`."""
 
-    min_steps, max_steps = 1, _STEPS_AT_ONCE
+    min_steps = 1
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         """Take a model; `capture` captures steps of decoding, None: as torch does on the model's device."""
@@ -51,6 +52,11 @@ class AcceleratorBackend:
         self._graphs: GraphRunner | None = None
         self._network: object = None
         self._weights: list[Tensor] = []
+
+    @property
+    def max_steps(self) -> int:
+        """See `Backend.max_steps`; recurrent states cannot go back to before tokens that new weights undo."""
+        return 1 if self.decoder.is_recurrent else _STEPS_AT_ONCE
 
     def prepare(self, shapes: LayerShapes) -> None:
         """See `Backend.prepare`; the first time, find a kernel, and whether steps can be captured."""
@@ -189,6 +195,7 @@ class PagedAttention:
         metadata = metadata.padded(num_rows)
         self.cache, self._kernel, self._device = cache, kernel, cache.keys.device
         self._num_steps, self.num_moves = num_steps, 0
+        self._lines = self._tensor(metadata.table_lines)
         self._biases: dict[int | None, Tensor] = {}
         self._slots: tuple[Tensor, Tensor] | None = None
         column = np.arange(max(num_columns, int(metadata.num_blocks.max())))
@@ -251,6 +258,11 @@ class PagedAttention:
         self.cache.write(layer, *self._own_slots(), key, value)
         return gathered(self.metadata, keys, values, query, scaling, limits, self._bias_of(limits.window))
 
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        assert self.cache.recurrent is not None, "the model has such layers"
+        return self.cache.recurrent.decode(layer, self._lines, inputs)
+
     def _own_slots(self) -> tuple[Tensor, Tensor]:
         """Return the block of each token, and its offset there, at this step: [B] both."""
         if self._slots is None:
@@ -308,7 +320,7 @@ def is_right(kernel: PagedKernel, shapes: LayerShapes) -> bool:
     One sequence has more blocks than the other, and one of them is not full. The two are computed alone, where a kernel
     cuts sequences into parts, and many times over, where it does not.
     """
-    _, heads, kv_heads, dim, like = shapes
+    _, heads, kv_heads, dim, like, _ = shapes
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(12, shapes._replace(num_layers=1))
     for memory in (cache.keys, cache.values):
@@ -317,7 +329,9 @@ def is_right(kernel: PagedKernel, shapes: LayerShapes) -> bool:
     sizes = np.array(
         [[5, BLOCK_TOKENS, BLOCK_TOKENS, 0, 0], [BLOCK_TOKENS, BLOCK_TOKENS, 1, BLOCK_TOKENS, BLOCK_TOKENS]]
     )
-    metadata = AttentionMetadata(np.zeros(2, np.int64), np.array([40, 100]), blocks, sizes, np.array([3, 5]))
+    metadata = AttentionMetadata(
+        np.zeros(2, np.int64), np.array([40, 100]), blocks, sizes, np.array([3, 5]), np.zeros(2, np.int64)
+    )
     states = torch.randn(3, 2, heads, dim, generator=generator).to(like)
     query, key, value = states[0], states[1, :, :kv_heads], states[2, :, :kv_heads]
     tolerance = 1e-4 if like.dtype == torch.float32 else 3e-2

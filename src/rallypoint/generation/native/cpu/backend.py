@@ -27,6 +27,7 @@ from rallypoint.generation.native.prefill import prefill_packed, wanted_states
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.experts import same_shapes
+from rallypoint.models.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64
@@ -183,6 +184,7 @@ class BagAttention:
         self._cache, self._device = cache, cache.keys.device
         self._heads, self._share = heads, heads // cache.keys.shape[2]
         self._windows: dict[int, Tensor] = {}
+        self._lines = self._tensor(metadata.table_lines)
         self._moving: list[tuple[Tensor, Tensor]] = []
         self.num_moves = 0
         """Moves to the next step that have been made."""
@@ -232,6 +234,11 @@ class BagAttention:
         """See `Rows.attend`."""
         bags, bias = self.bags, self._bias_of(limits.window)
         return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
+
+    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
+        """See `DeltaRows.recall`."""
+        assert self._cache.recurrent is not None, "the model has such layers"
+        return self._cache.recurrent.decode(layer, self._lines, inputs)
 
     def _bias_of(self, window: int | None) -> Tensor:
         """Return what is added to the scores, [slots of all heads, tokens]: -inf or 0."""
