@@ -23,6 +23,12 @@ def test_a_mixture_of_experts_learns_to_sort_from_random_weights(tmp_path):
     check_that_it_learns("digits-grpo", "model.create.architecture=qwen3_moe", f"trainer.runs_dir={tmp_path}")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hybrid_learns_to_sort_from_random_weights(tmp_path):
+    check_that_it_learns("digits-grpo", "model.create.architecture=qwen3_5_text", f"trainer.runs_dir={tmp_path}")
+
+
 def check_that_it_learns(recipe, *overrides):
     loaded = load_checked(recipe, overrides)
     run = create_run(loaded)

@@ -30,6 +30,7 @@ TOOLS = ("model.tokenizer.chat_template=tools.jinja", "rollout.episode.system=nu
 OF_RECIPE = {
     "gsm8k-grpo": (),
     "gsm8k-ppo": ("critic.num_mini_batches=2",),
+    "hybrid-grpo": (),
     "math-dapo": LUCKY,
     "math-lora": LUCKY,
     "math-opd": (),
@@ -81,6 +82,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, name in enumerate(MODELS):
         (tmp_path / "Qwen").mkdir(exist_ok=True)
         make_tiny_model(tmp_path / "Qwen" / name, architecture="qwen3", seed=seed, initializer_range=0.05)
+    make_tiny_model(tmp_path / "Qwen" / "Qwen3.5-9B", architecture="qwen3_5_text", initializer_range=0.05)
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
     lakes = [{"prompt": one, "ground_truth": "P./.G"} for one in texts]
     (tmp_path / "lakes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lakes))

@@ -34,7 +34,7 @@ def make_tiny_model(
     folder: Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    architecture: Literal["llama", "qwen3", "qwen3_moe"] = "llama",
+    architecture: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text"] = "llama",
     hidden_size: int = 16,
     num_layers: int = 2,
     num_heads: int = 4,

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from rallypoint.config.fields import Problem
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.places import MeshConfig
-from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes
+from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES, MIXTURES
 
+_LINEAR_HEADS = "key heads of linear attention"
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
 
@@ -142,6 +143,13 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
         for shape in role_shapes(config, role) if own is None else (read_shape(own),):
             if shape is not None:
                 yield from _shared_model(role, mesh, shape)
+    shape = shape_of(config)
+    if shape is not None and shape.linear is not None and config.rollout.exact:
+        yield Problem(
+            ("rollout.exact",),
+            f"rollout.exact=true: models of type {shape.model_type!r} have linear attention, whose states are computed "
+            "token after token, and prompts in chunks; leave it at false",
+        )
 
 
 def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -163,6 +171,8 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
         yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
     elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // mesh.tp}):
         yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
+    elif shape.linear is not None and (misfit := misfit_of(mesh.sp, {_LINEAR_HEADS: shape.linear.num_keys})):
+        yield Problem((f"{role}.mesh.sp",), f"{role}.mesh.sp={misfit}")
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

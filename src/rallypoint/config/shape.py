@@ -12,8 +12,7 @@ from typing import Any
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES, small_experts
-from rallypoint.families.family import ATTENTION
+from rallypoint.families import FAMILIES, small_experts, small_linear_attention
 
 _DIGITS_VOCABULARY = 20
 
@@ -22,6 +21,50 @@ _PUBLISHED = Path(__file__).parent / "models"
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields of config.json that every plain decoder has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearAttentionShape:
+    """The sizes of a hybrid's layers of linear attention (`models/linear_attention.py`)."""
+
+    num_layers: int
+    num_keys: int
+    """Heads of queries and keys."""
+    num_values: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution sees."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of queries, keys and values: of the convolution."""
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Products of a layer -> their width beside that of the residual stream."""
+        values = self.num_values * self.value_dim
+        gates = {"in_proj_b": self.num_values, "in_proj_a": self.num_values}
+        return {"in_proj_qkv": self.num_channels, "in_proj_z": values, "out_proj": values, **gates}
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights of a layer, without the norm before it."""
+        products = hidden_size * sum(self.widths.values())
+        return products + self.num_channels * self.width + 2 * self.num_values + self.value_dim
+
+    def state_bytes(self, size: int) -> int:
+        """Return what a sequence remembers in a layer; `size` is the bytes of a number of the model."""
+        return 4 * self.num_values * self.key_dim * self.value_dim + size * (self.width - 1) * self.num_channels
+
+    def kept_bytes(self, size: int) -> int:
+        """Return what a layer keeps of a token for its backward pass, in chunks of 64 tokens.
+
+        Taps and sum of the convolution; then, in float32, channels twice, eight tensors of the size of value heads'
+        keys, five of values, and five of a chunk's scores.
+        """
+        of_heads = self.num_values * (8 * self.key_dim + 5 * self.value_dim + 5 * 64)
+        return size * (self.width + 1) * self.num_channels + 4 * (2 * self.num_channels + of_heads)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +90,24 @@ class ModelShape:
     """Experts that a token is sent to."""
     expert_size: int = 0
     """The width inside an expert."""
+    linear: LinearAttentionShape | None = None
+    """Layers of linear attention in place of some with attention, whose queries then have a gate each."""
     caps_scores: bool = False
     """Whether scores of attention are bent to stay below a bound, which no fused kernel knows."""
+
+    @property
+    def num_attentions(self) -> int:
+        """Layers with attention that is not linear."""
+        return self.num_layers - (0 if self.linear is None else self.linear.num_layers)
+
+    @property
+    def num_uncut_parameters(self) -> int:
+        """Weights that every rank of `tp` has whole, beside small ones."""
+        return 0 if self.linear is None else self.linear.num_layers * self.linear.num_parameters(self.hidden_size)
+
+    def state_bytes(self, size: int) -> int:
+        """Return what a sequence remembers in all layers of linear attention; `size` is the bytes of a number."""
+        return 0 if self.linear is None else self.linear.num_layers * self.linear.state_bytes(size)
 
     @property
     def mlp_size(self) -> int:
@@ -79,13 +138,15 @@ class ModelShape:
 
     @property
     def num_backbone_parameters(self) -> int:
-        """Weights of the layers and norms, as in Llama, Qwen3 and Qwen3-MoE."""
+        """Weights of the layers and norms, as in Llama, Qwen3, Qwen3-MoE and Qwen3.5."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value) + (2 * self.head_dim if self.query_key_norm else 0)
+        attention += 0 if self.linear is None else self.hidden_size * query  # gates
+        attentions = self.num_attentions * attention + self.num_uncut_parameters
         mlp = 3 * self.hidden_size * self.intermediate_size
         experts = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)  # with the router
         mlps = (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * experts
-        return self.num_layers * (attention + 2 * self.hidden_size) + mlps + self.hidden_size
+        return attentions + self.num_layers * 2 * self.hidden_size + mlps + self.hidden_size
 
     @property
     def num_parameters(self) -> int:
@@ -106,11 +167,15 @@ class ModelShape:
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
         """Weights of A and B of the adapted layers; of an adapter in a folder, of its rank and all layers."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        widths = {"q_proj": query, "k_proj": key_value, "v_proj": key_value, "o_proj": query}
+        gated = query * (1 if self.linear is None else 2)
+        widths = {"q_proj": gated, "k_proj": key_value, "v_proj": key_value, "o_proj": query}
+        layers = dict.fromkeys(widths, self.num_attentions)
         widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate_size)
+        if (linear := self.linear) is not None:
+            layers |= dict.fromkeys(linear.widths, linear.num_layers)
+            widths |= linear.widths
         adapted = [
-            (self.num_layers if name in ATTENTION else self.num_layers - self.num_sparse_layers)  # but for experts
-            * (self.hidden_size + width)
+            layers.get(name, self.num_layers - self.num_sparse_layers) * (self.hidden_size + width)  # but for experts
             for name, width in widths.items()
             if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
         ]
@@ -120,7 +185,8 @@ class ModelShape:
     def attention_cost(self) -> float:
         """Work of one pair of tokens in the attention, where the products with weights of one token are 1."""
         query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return 2 * query / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.mlp_size))
+        attending = self.num_attentions / self.num_layers
+        return 2 * query * attending / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.mlp_size))
 
     def kept_bytes(self, size: int) -> int:
         """Return what a layer keeps of a token for the backward pass, outside its attention.
@@ -132,7 +198,8 @@ class ModelShape:
         norms = 2 * (2 * self.hidden_size * size + 4)
         if self.query_key_norm:  # what these return is not kept
             norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
-        return norms + size * (query + 4 * self.mlp_size)
+        most = query if self.linear is None else max(2 * query, self.linear.kept_bytes(size) // size)
+        return norms + size * (most + 4 * self.mlp_size)
 
     def attended_bytes(self, size: int, num_scores: int) -> int:
         """Return what the attention of a layer keeps of a token of a row: query, key, value, and scores.
@@ -209,6 +276,7 @@ def _read(file: Path) -> ModelShape | None:
 
 def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that the fields of a config.json tell of; None when it is not that of a plain decoder."""
+    values = values.get("text_config", values)  # of a model that sees, too
     try:
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
@@ -227,6 +295,7 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
             query_key_norm=family is not None and family.norms_heads,
             model_type=model_type,
             caps_scores=bool(values.get("attn_logit_softcapping")),
+            linear=_read_linear_attention(values),
             **_read_experts(values),
         )
     except (ValueError, TypeError, KeyError, ZeroDivisionError):
@@ -256,6 +325,17 @@ def _read_experts(values: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
+def _read_linear_attention(values: Mapping[str, Any]) -> LinearAttentionShape | None:
+    """Read the fields of a hybrid as Qwen3.5 and transformers name them; None if all layers have attention."""
+    if "linear_num_key_heads" not in values:
+        return None
+    num_layers, every = int(values["num_hidden_layers"]), int(values.get("full_attention_interval") or 4)
+    kinds = values.get("layer_types")
+    num_linear = num_layers - num_layers // every if kinds is None else list(kinds).count("linear_attention")
+    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return LinearAttentionShape(num_linear, *(int(values[f"linear_{field}"]) for field in fields))
+
+
 def _created_shape(made: CreateModelConfig) -> ModelShape:
     return ModelShape(
         num_layers=made.num_layers,
@@ -269,6 +349,10 @@ def _created_shape(made: CreateModelConfig) -> ModelShape:
         query_key_norm=FAMILIES[made.architecture].norms_heads,
         model_type=made.architecture,
         caps_scores=False,
+        linear=_read_linear_attention(
+            {"num_hidden_layers": made.num_layers}
+            | small_linear_attention(made.architecture, made.num_heads, made.hidden_size // made.num_heads)
+        ),
         **_read_experts(
             {"num_hidden_layers": made.num_layers, **small_experts(made.architecture, made.intermediate_size)}
         ),

@@ -10,6 +10,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -18,7 +20,7 @@ from transformers import (
 
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
-from rallypoint.families import small_experts
+from rallypoint.families import small_experts, small_linear_attention
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
 from rallypoint.models import MAKING
 
@@ -26,6 +28,7 @@ ARCHITECTURES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 }
 
 
@@ -33,7 +36,7 @@ def create_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    architecture: Literal["llama", "qwen3", "qwen3_moe"],
+    architecture: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text"],
     hidden_size: int,
     num_layers: int,
     num_heads: int,
@@ -64,23 +67,23 @@ def create_model(
         DiskError: the disk is full or not writable.
     """
     quiet_transformers()
-    make_config, make_model = ARCHITECTURES[architecture]
+    (make_config, make_model), head_dim = ARCHITECTURES[architecture], hidden_size // num_heads
     config = make_config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim,
         intermediate_size=intermediate_size,
         tie_word_embeddings=tie_embeddings,
         initializer_range=initializer_range,
         max_position_embeddings=max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        # No padding anywhere: with a padding id, transformers would never train that id's embedding.
-        pad_token_id=None,
+        pad_token_id=None,  # with one, transformers would never train that id's embedding
         **small_experts(architecture, intermediate_size),
+        **small_linear_attention(architecture, num_heads, head_dim),
     )
     with MAKING, torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)

@@ -24,9 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedModel
 
+from rallypoint.families import FAMILIES
 from rallypoint.observability.devices import find_device
 
 _ATTENTION = "rallypoint_counted"
+_LINEAR_ATTENTIONS = frozenset(name for family in FAMILIES.values() for name in family.linear_attentions)
 
 _KNOWN_TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _MEASURE_S = 0.1
@@ -119,7 +121,11 @@ def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
     config._attn_implementation = _ATTENTION
     config._experts_implementation = "batched_mm"  # the only one that the counter knows
     with torch.device("meta"):
-        return whole(config)
+        shadow = whole(config)
+    for module in shadow.modules():
+        if type(module).__name__ in _LINEAR_ATTENTIONS:
+            module.forward = functools.partial(_remember, module)
+    return shadow
 
 
 def _measured(model: PreTrainedModel, *, backward: bool) -> PassFlops:
@@ -167,6 +173,22 @@ def _attend(
 
 
 AttentionInterface.register(_ATTENTION, _attend)
+
+
+def _remember(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    """Do the products of linear attention, [1, T, E] -> [1, T, E]: for each token a state is written and read twice."""
+    del options
+    heads, num_tokens = layer.num_v_heads, hidden_states.shape[1]
+    widths = layer.key_dim, layer.key_dim, layer.value_dim
+    products = [part(hidden_states) for name, part in layer.named_children() if name.startswith("in_proj")]
+    query, key, value, gate, small = torch.cat(products, -1).split([*widths, layer.value_dim, 2 * heads], -1)
+    query, key = (
+        part.view(num_tokens, layer.num_k_heads, 1, -1).repeat_interleave(heads // layer.num_k_heads, 1)
+        for part in (query, key)
+    )
+    memory = key.transpose(-1, -2) @ value.view(num_tokens, heads, 1, -1)
+    out = (query @ memory + key @ memory).view(1, num_tokens, -1)
+    return layer.out_proj(out * gate * small.sum(-1, keepdim=True))
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -101,10 +101,11 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     if RECIPES[config.recipe].trains == "scores":
         own_heads["actor"] = shape.num_reward_parameters
     whole = own_heads.get(role, shape.num_parameters)
-    parameters = trained = whole // cut
+    uncut = shape.num_uncut_parameters // sizes["dp_shard"] - shape.num_uncut_parameters // cut
+    parameters = trained = whole // cut + uncut
     if (lora := config.model.lora) is not None and role not in ("reward", "teacher"):
         adapters = shape.num_adapter_parameters(lora)
-        parameters = (whole + adapters) // cut
+        parameters = (whole + adapters) // cut + uncut
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
     own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
@@ -124,7 +125,7 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
         optimizer=optimizer,
         activations=activations,
         cache=_cache_bytes(config, shape) if role == "rollout" else 0,
-        least_cache=least_tokens(config) * cache_bytes_per_token(config, shape) if role == "rollout" else 0,
+        least_cache=_cache_bytes(config, shape, least_tokens(config)) if role == "rollout" else 0,
         sleeps=role in config.sleeping,
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
         may_keep_cache=role == "rollout" and may_keep_cache(config),
@@ -297,29 +298,30 @@ def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int,
     return (longest + block) // 2, block
 
 
-def _cache_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the blocks of keys and values of a process.
+def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None) -> int:
+    """Return the blocks of keys and values of a process, of so many tokens or all, and states of linear attention.
 
-    An accelerator reserves all that there are. On a CPU what is never written takes no memory: what is counted are
-    prompts once a group, which stay when their rollouts are gone, and responses once a row of those that run together.
+    An accelerator reserves all. On a CPU what is never written takes no memory: prompts count once a group, which stay
+    when their rollouts are gone, and responses once a row of those that run together.
     """
-    rollout, tokens = config.rollout, reserved_tokens(config)
-    if config.cluster.device == "cpu":
-        prompt, response = (
-            -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
-            for longest in (config.data.max_prompt_tokens, rollout.max_response_tokens)
-        )
+    rollout, together = config.rollout, _groups_together(config)
+    num_rows = together * rollout.group_size if config.cluster.device == "cpu" else rollout.max_batch_rows
+    most = tokens or reserved_tokens(config)
+    if config.cluster.device == "cpu" and tokens is None:
+        longest = (config.data.max_prompt_tokens, rollout.max_response_tokens)
+        prompt, response = (-(-one // BLOCK_TOKENS) * BLOCK_TOKENS for one in longest)
         num_prompts = -(-config.max_groups // config.num_ranks("rollout"))
-        trained = num_prompts * prompt + _groups_together(config) * rollout.group_size * response
+        trained = num_prompts * prompt + together * rollout.group_size * response
         num_validated = _num_validated(config)
         validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
-        tokens = min(tokens, max(trained, validated))
-    return cache_bytes_per_token(config, shape) * tokens
+        most = min(most, max(trained, validated))
+    states = (num_rows + together) * shape.state_bytes(_BYTES[config.model.dtype])  # a snapshot of each prompt
+    return cache_bytes_per_token(config, shape) * most + states
 
 
 def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     """Return what the key and the value of a token take in all layers."""
-    return 2 * _BYTES[config.model.dtype] * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+    return 2 * _BYTES[config.model.dtype] * shape.num_attentions * shape.num_key_value_heads * shape.head_dim
 
 
 def reserved_tokens(config: RunConfig) -> int:

@@ -156,7 +156,8 @@ def _forward(config: RunConfig, shape: ModelShape, share: float) -> float:
 def _per_token(shape: ModelShape) -> float:
     """Return the operations of products with weights for a token in all layers; of experts those that it is sent to."""
     query, key_value = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    return 2.0 * shape.num_layers * shape.hidden_size * (2 * query + 2 * key_value + 3 * shape.mlp_size)
+    attentions = shape.num_attentions * shape.hidden_size * (2 * query + 2 * key_value) + shape.num_uncut_parameters
+    return 2.0 * (attentions + shape.num_layers * shape.hidden_size * 3 * shape.mlp_size)
 
 
 def _sampling(

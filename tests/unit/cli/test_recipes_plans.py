@@ -25,6 +25,8 @@ PUBLISHED = {
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3.5-0.8B": 752_393_024,
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
 }
 
 
@@ -89,6 +91,7 @@ def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():
     assert whole == {
         "gsm8k-grpo",
         "gsm8k-ppo",
+        "hybrid-grpo",
         "math-dapo",
         "math-lora",
         "math-opd",

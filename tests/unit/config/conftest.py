@@ -17,6 +17,10 @@ def two_arguments(data_source, text):
     return 0.0
 """
 SIZES = '"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8, "vocab_size": 9'
+LINEAR = (
+    '"layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4, '
+    '"linear_key_head_dim": 2, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 4'
+)
 EXPERTS = '"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 4'
 
 
@@ -49,6 +53,8 @@ def files(here: Path) -> Path:
         "cohere/model.safetensors": "",
         "mixture/config.json": f'{{"model_type": "qwen3_moe", {SIZES}, {EXPERTS}}}',
         "mixture/model.safetensors": "",
+        "hybrid/config.json": f'{{"model_type": "qwen3_5_text", {SIZES}, {LINEAR}}}',
+        "hybrid/model.safetensors": "",
         "no_weights/config.json": '{"model_type": "llama"}',
         "no_config/model.safetensors": "",
         "tuned/config.yaml": "",

@@ -246,9 +246,17 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools.main=[6] actor.mesh.sp=3",
         ("actor.mesh.sp=3 does not divide 4 attention heads of a tp rank", "choose 1, 2 or 4"),
     ),
+    "fit: heads of linear attention and sequence parallelism": (
+        "model.create=null model.path=hybrid cluster.pools.main=[4] actor.mesh.sp=4",
+        ("actor.mesh.sp=4 does not divide 2 key heads of linear attention", "choose 1 or 2"),
+    ),
+    "fit: linear attention and exact rollouts": (
+        "model.create=null model.path=hybrid rollout.exact=true",
+        ("rollout.exact=true: models of type 'qwen3_5_text' have linear attention", "leave it at false"),
+    ),
     "fit: a family without a plan and tensor parallelism": (
         "model.create=null model.path=cohere actor.mesh.tp=2",
-        ("actor.mesh.tp=2: models of type 'cohere' cannot be shared", "those of type gemma, gemma2,", "qwen3_moe can"),
+        ("actor.mesh.tp=2: models of type 'cohere' cannot be shared", "those of type gemma, gemma2,", "qwen3_next can"),
     ),
     "fit: experts and tensor-parallel ranks": (
         "model.create=null model.path=mixture reference.mesh.tp=2",
@@ -262,7 +270,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "actor.mesh.ep=2",
         (
             "actor.mesh.ep=2: models of type 'llama' have no experts",
-            "of type qwen3_moe have. Use actor.mesh.dp_shard or",
+            "of type qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
         ),
     ),
     "fit: mesh and ranks": (

@@ -16,6 +16,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForTokenClassification,
@@ -74,6 +76,17 @@ def test_of_a_mixture_the_router_and_the_chosen_experts_are_counted():
     per_layer = PROJECTIONS + HIDDEN * 8 + 3 * 3 * HIDDEN * 24
     expected = PassFlops(2 * LAYERS * per_layer, BY_HAND.per_pair, BY_HAND.per_output)
     assert flops_of(Qwen3MoeForCausalLM(config)).forward == expected
+
+
+def test_of_linear_attention_the_projections_and_three_products_with_a_state_are_counted():
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    config = Qwen3_5TextConfig(**SIZES, **heads, full_attention_interval=2)
+    linear = HIDDEN * (2 * 2 * 8 + 4 * 6) + 2 * HIDDEN * 4 * 6 + 2 * HIDDEN * 4 + 3 * 4 * 8 * 6
+    gated = PROJECTIONS + HIDDEN * HEADS * HEAD_DIM
+    per_token = 2 * (linear + gated + LAYERS * 3 * HIDDEN * INTERMEDIATE)
+    expected = PassFlops(per_token, BY_HAND.per_pair // 2, BY_HAND.per_output)
+    assert flops_of(Qwen3_5ForCausalLM(config)).forward == expected
 
 
 def test_rows_add_up_and_do_not_see_each_other():
