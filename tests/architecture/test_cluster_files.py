@@ -182,6 +182,14 @@ def test_a_status_that_asks_for_another_try_is_the_one_that_is_waited_for():
     assert _TRY_AGAIN == 75
 
 
+@pytest.mark.parametrize("path", [*FOLDER.glob("ray*.yaml"), FOLDER / "slurm.sbatch"], ids=lambda path: path.name)
+def test_a_node_that_says_nothing_any_more_is_noticed_within_ten_seconds(path: Path):
+    found = re.findall(r'RAY_health_check_(\w+)(?:=|, value: ")(\d+)', path.read_text())
+    check = {name: int(value) for name, value in found}
+    each_ms = check["period_ms"] + check["timeout_ms"]
+    assert check["failure_threshold"] * each_ms < 10_000
+
+
 def test_every_key_in_the_files_is_one_of_the_config():
     known = leaves(RunConfig)
     keys = {
