@@ -1,4 +1,4 @@
-"""Keys that follow from the machine while nobody sets them; `null` asks for that, too.
+"""Keys that follow from the machine while nobody sets them; `null` or `auto` asks for that, too.
 
 Owns: which keys these are, and how a choice gets into a tree of plain values. Must not know: machines. A config that is
 loaded has plain values for all of them, and so has the config.yaml of a run: a resume elsewhere has the same layout.
@@ -38,7 +38,7 @@ def without_nulls(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
         inner: object = filled
         for section in sections:
             inner = cast("Mapping[str, Any]", inner).get(section, {}) if isinstance(inner, Mapping) else None
-        if isinstance(inner, Mapping) and cast("Mapping[str, Any]", inner).get(name) is None:
+        if isinstance(inner, Mapping) and cast("Mapping[str, Any]", inner).get(name) in (None, "auto"):
             left_open.append(dotted)
             if name in inner:
                 filled = _without(filled, dotted)

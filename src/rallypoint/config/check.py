@@ -277,7 +277,7 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
     if rollout.cache_tokens is not None:
         yield from _cache(config, rollout.cache_tokens)
     if rollout.engine == "vllm":
-        yield from _vllm(config)
+        yield from vllm_problems(config)
 
 
 def _shaping(config: RunConfig) -> Iterator[Problem]:
@@ -354,7 +354,7 @@ def _way_of_weights(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _vllm(config: RunConfig) -> Iterator[Problem]:
+def vllm_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what a run with rollout.engine=vllm cannot have."""
     if config.rollout.on_load == "keep":
         yield Problem(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
-from rallypoint.prepare.machine import choices
+from rallypoint.prepare.machine import choices, describe_choices, look_around
 from rallypoint.prepare.preflight import bring_wanted, find_wanted, is_yet_to_start, load_checked
 from rallypoint.recipes.interruption import Observer
 from rallypoint.run.copies import refuse_taken
@@ -139,7 +140,9 @@ def _examine(loaded: LoadedConfig, console: Console) -> Found:
         # Only now torch, and with it the seconds that importing takes: the config is right.
         from rallypoint.prepare.material import examine
 
-        return examine(loaded.config)
+        found, config = examine(loaded.config), loaded.config
+        chosen = describe_choices(loaded, look_around(config)) if config.cluster.device != "cpu" else ()
+        return dataclasses.replace(found, notes=(*chosen, *found.notes))
 
 
 def _run(

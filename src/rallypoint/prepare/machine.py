@@ -25,10 +25,11 @@ from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.fields import values_of
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
+from rallypoint.install import installed_engines
 from rallypoint.observability.devices import DEVICES, find_device
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import ask_driver, gib
-from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, divides, make_plan
+from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, divides, make_plan, why_server
 from rallypoint.prepare.step_time import StepTime, step_time
 
 _ASK_TORCH = """
@@ -116,6 +117,9 @@ def devices_of(machine: Machine, values: Mapping[str, Any]) -> list[str]:
 
 def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine | None = None) -> dict[str, object]:
     """Return values for automatic keys that nobody set, for a run on this machine or on another one."""
+    has_server = machine is None and any(
+        (one.name, one.device) == ("vllm", config.cluster.device) for one in installed_engines()
+    )
     machine = machine or look_around(config)
     return choose(
         config,
@@ -124,6 +128,7 @@ def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine |
         memory_bytes=machine.num_bytes,
         devices_per_node=(len(machine.accelerators) // machine.num_nodes,) * machine.num_nodes,
         device_bytes=_device_bytes(config, machine),
+        has_server=has_server,
     )
 
 
@@ -139,6 +144,10 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
     sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(".mesh.dp_shard")}
     if chosen := [f"{name}={size}" for name, size in sizes.items() if loaded.origins[name] == THIS_MACHINE]:
         yield f"{' '.join(chosen)}: chosen for this machine, where a device has no room for the whole model"
+    if why := loaded.origins.get("rollout.engine") == THIS_MACHINE and why_server(config):
+        better = "where vLLM is installed (rally engine install vllm) and has room, it is chosen"
+        said = f"chosen for {why}" if config.rollout.engine == "vllm" else f"{better}, for {why}"
+        yield f"rollout.engine={config.rollout.engine}: {said}"
     if needed := activations_bytes(config, num_bytes):
         each = ", ".join(f"{way} {gib(need)}" for way, need in needed.items())
         chosen = " (chosen for this machine)" if loaded.origins["engine.activations"] == THIS_MACHINE else ""

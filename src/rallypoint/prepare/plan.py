@@ -1,10 +1,10 @@
 """The plan of a run, computed from its config without starting anything: batches, placement, memory.
 
 Owns also the values of automatic keys that nobody set, from the numbers of a machine: how many processes share its
-cores or devices, how many of them share a model, and what layers keep on an accelerator. They are a function of their
-arguments, so that the dry run shows what a run gets. Several processes with a core each are as fast as one process with
-several cores, or faster, wherever models are small enough for CPUs (`benchmarks/scaling.py`); but each holds weights
-and optimizer of its own.
+cores or devices, how many of them share a model, what layers keep on an accelerator, and which engine samples there.
+They are a function of their arguments, so that the dry run shows what a run gets. Several processes with a core each
+are as fast as one process with several cores, or faster, wherever models are small enough for CPUs
+(`benchmarks/scaling.py`); but each holds weights and optimizer of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from rallypoint.config import Activations
+from rallypoint.config.check import vllm_problems
 from rallypoint.config.fields import Section
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.recipes import RoleName
@@ -136,6 +137,8 @@ _MOST_PROCESSES = 16
 _LEAST_ROWS = 2
 """Rows of a mini-batch that a process should have."""
 _GIB = 2**30
+_MOST_FOR_NATIVE, _LONG_RESPONSE = 5e9, 8192
+"""Parameters of a dense model, and tokens of its responses, that our own engine is as fast for as a server."""
 
 
 def choose(
@@ -146,6 +149,7 @@ def choose(
     memory_bytes: int,
     devices_per_node: Sequence[int],
     device_bytes: int,
+    has_server: bool = False,
 ) -> dict[str, object]:
     """Return values for those of the automatic keys that a machine has something to say on.
 
@@ -156,22 +160,40 @@ def choose(
         memory_bytes: main memory of this machine.
         devices_per_node: accelerators of each node of the machine.
         device_bytes: what a process has of an accelerator; 0 if that is not known, or if there is none.
+        has_server: whether vLLM is installed for the device.
     """
-    chosen: dict[str, object] = {}
     cluster = config.cluster
     if cluster.device != "cpu":
-        chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
-        config = _with_all(config, chosen)
-        if "engine.activations" in left_open:
-            for way, needed in activations_bytes(config, device_bytes).items():
-                if needed <= SAFE * device_bytes:
-                    return {**chosen, "engine.activations": way}
-    elif "cluster.pools" in left_open and cluster.address is None:
+        if "rollout.engine" not in left_open or not why_server(config):
+            return _for_devices(config, left_open, devices_per_node, device_bytes)
+        ways: list[dict[str, object]] = []
+        for engine in ("vllm", "native") if has_server else ("native",):
+            trial = _with(config, "rollout.engine", engine)
+            ways += [{"rollout.engine": engine, **_for_devices(trial, left_open, devices_per_node, device_bytes)}]
+        have_room = (way for way in ways if _has_room(_with_all(config, way), any_way=False, device_bytes=device_bytes))
+        return next(have_room, ways[-1])
+    chosen: dict[str, object] = {}
+    if "cluster.pools" in left_open and cluster.address is None:
         fixed = None if "cluster.num_cpus_per_process" in left_open else cluster.num_cpus_per_process
         num_processes, num_each = _layout(config, num_cores, memory_bytes, fixed)
         chosen |= {"cluster.pools": {"main": (num_processes,)}}
         chosen |= {} if fixed else {"cluster.num_cpus_per_process": num_each}
     return chosen
+
+
+def why_server(config: RunConfig) -> str:
+    """Return what a vLLM server samples faster than our own engine off the CPU; nothing if it does not, or cannot."""
+    shape = shape_of(config)
+    if config.cluster.device == "cpu" or "rollout" not in config.roles or any(vllm_problems(config)):
+        return ""
+    found = ["its adapters"] if config.model.lora is not None else []
+    if shape is not None and shape.num_experts:
+        found += ["its experts"]
+    elif shape is not None and shape.num_parameters > _MOST_FOR_NATIVE:
+        found += [f"its {shape.num_parameters / 1e9:.1f}B parameters"]
+    if config.rollout.max_response_tokens >= _LONG_RESPONSE:
+        found += [f"responses of {config.rollout.max_response_tokens:,} tokens"]
+    return ", ".join(found)
 
 
 def activations_bytes(config: RunConfig, device_bytes: int) -> dict[Activations, int]:
@@ -186,6 +208,18 @@ def activations_bytes(config: RunConfig, device_bytes: int) -> dict[Activations,
             least = plan.within(dict.fromkeys(config.cluster.pools, 0))  # a cache takes what is left, down to one row's
             needed[way] = max(map(least.process_memory, config.cluster.pools))
     return needed
+
+
+def _for_devices(
+    config: RunConfig, left_open: tuple[str, ...], devices_per_node: Sequence[int], device_bytes: int
+) -> dict[str, object]:
+    """Return the layout over devices, and what layers keep there."""
+    chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
+    if "engine.activations" in left_open:
+        for way, needed in activations_bytes(_with_all(config, chosen), device_bytes).items():
+            if needed <= SAFE * device_bytes:
+                return {**chosen, "engine.activations": way}
+    return chosen
 
 
 def _over_devices(

@@ -86,7 +86,7 @@ def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
     def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
         places = {"cluster.pools", "cluster.num_cpus_per_process"}
         shards = {f"{section}.mesh.dp_shard" for section in ("actor", "critic", "reference", "reward", "teacher")}
-        assert set(left_open) == {"model.dtype", "engine.activations", *places, *shards}
+        assert set(left_open) == {"model.dtype", "engine.activations", "rollout.engine", *places, *shards}
         return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
 
     loaded = load_config("base.yaml", OPEN, choose=chosen)
@@ -181,6 +181,52 @@ def test_ranks_of_pools_that_were_said_share_a_model_too(here: Path):
 def test_what_cannot_be_shared_is_left_to_the_checks(here: Path, alone: str):
     with contextlib.suppress(ConfigError):
         assert over_devices(alone, gib=1) == {}
+
+
+def engine(name: str, *overrides: str, gib: float = 80, has_server: bool = True) -> object:
+    """The engine that is chosen for a process with a whole device; None if none is."""
+    config = load_config(name, [*overrides, "cluster.device=cuda"]).config
+    machine = {**NO_DEVICES, "devices_per_node": (1,), "device_bytes": round(gib * GIB), "has_server": has_server}
+    return choose(config, ("rollout.engine", "engine.activations"), **machine).get("rollout.engine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.path=Qwen/Qwen3-0.6B",), None),
+        (("model.path=Qwen/Qwen3-4B", "rollout.num_prompts=8"), None),
+        (("model={path: Qwen/Qwen3-4B, lora: {}}",), "vllm"),
+        (("model={path: Qwen/Qwen3-8B, lora: {}}",), "vllm"),
+        (("model.path=Qwen/Qwen3-30B-A3B",), "vllm"),
+        (("rollout.max_response_tokens=8192",), "vllm"),
+        (("model={path: Qwen/Qwen3-4B, lora: {}}", "rollout.exact=true"), None),
+        (("model={path: Qwen/Qwen3-4B, lora: {rank: 513}}",), None),
+    ],
+)
+def test_a_server_samples_what_our_own_engine_is_slow_at_on_devices_if_it_can(overrides: tuple[str, ...], expected):
+    gib = 800 if "30B" in overrides[0] else 80
+    assert engine("gsm8k-grpo", *overrides, gib=gib) == expected
+    on_cpus = load_config("gsm8k-grpo", [*overrides, "cluster.device=cpu"]).config
+    machine = {**NO_DEVICES, "has_server": True}
+    assert "rollout.engine" not in choose(on_cpus, ("rollout.engine", "cluster.pools"), **machine)
+
+
+def test_our_own_engine_samples_where_there_is_no_server_or_no_room_for_its_copy_of_the_model(here: Path):
+    large = ("model={path: Qwen/Qwen3-8B, lora: {}}", "rollout.cache_tokens=4096", "kl=null")
+    assert engine("gsm8k-grpo", *large, has_server=False) == "native"
+    assert [engine("gsm8k-grpo", *large, gib=gib) for gib in (80, 32)] == ["vllm", "native"]
+
+
+@pytest.mark.parametrize("word", ["null", "auto"])
+def test_the_engine_may_be_asked_for_or_left_to_the_machine(here: Path, word: str):
+    def chosen(_: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
+        return {key: "hf" for key in left_open if key == "rollout.engine"}
+
+    loaded = load_config("digits", [f"rollout.engine={word}"], choose=chosen)
+    assert (loaded.config.rollout.engine, loaded.origins["rollout.engine"]) == ("hf", THIS_MACHINE)
+    assert load_config("digits", [f"rollout.engine={word}"]).config.rollout.engine == "native"
+    said = load_config("digits", ["rollout.engine=native"], choose=chosen)
+    assert said.config.rollout.engine == "native"
 
 
 @pytest.mark.parametrize("key", ["model.dtype", "engine.activations", "cluster.num_cpus_per_process"])

@@ -47,6 +47,19 @@ def test_the_demo_fits_two_cores_and_has_nothing_to_say():
     assert check(LAPTOP) == ()
 
 
+def test_an_engine_that_was_chosen_is_said_with_the_reason_and_how_another_would_be():
+    adapters = ("model={path: Qwen/Qwen3-8B, lora: {}}", "cluster={device: cuda, pools: {main: [1]}}")
+
+    def said(engine: str) -> str:
+        chosen = lambda *_: {"rollout.engine": engine}  # noqa: E731
+        return next(describe_choices(load_config("gsm8k-grpo", adapters, choose=chosen), SERVER))
+
+    assert said("vllm") == "rollout.engine=vllm: chosen for its adapters, its 8.2B parameters"
+    assert "where vLLM is installed (rally engine install vllm) and has room, it is chosen" in said("native")
+    asked = load_config("gsm8k-grpo", [*adapters, "rollout.engine=native"], choose=lambda *_: {})
+    assert not any("rollout.engine" in line for line in describe_choices(asked, SERVER))
+
+
 def test_a_device_that_is_not_here_is_refused_with_what_torch_says_and_never_with_fewer_processes():
     said = refusal(LAPTOP, "cluster.device=cuda")
     assert "cluster.device=cuda: torch finds no such device on this machine (torch 2.13.0+cpu)" in said

@@ -81,7 +81,8 @@ class RolloutConfig(Section):
     min_response_tokens: int = key(0, at_least=0, unit="tokens", help="No rollout ends before, by stop token or text.")
     engine: Literal["native", "hf", "vllm"] = key(
         "native",
-        help="What samples: our own engine, transformers' generate (slow and plainly right), or a vLLM server.",
+        automatic=True,
+        help="What samples: our own engine, transformers' generate (slow), or a vLLM server; null: what suits it.",
     )
     serve: int | None = key(
         None, at_least=0, at_most=65535, help="Port of this machine at which the run answers OpenAI's API (0: any)."
