@@ -15,7 +15,7 @@ from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.config import load_config
 from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.journal import Journal
-from rallypoint.prepare.machine import pools_of
+from rallypoint.prepare.pools import pools_of
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.placement import Placement, SharedFolder, rendezvous_of

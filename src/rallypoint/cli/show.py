@@ -33,14 +33,12 @@ from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.health import Level
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import Finding, Standing
+from rallypoint.prepare.inventory import Machine, imagine, look_around
 from rallypoint.prepare.machine import (
-    Machine,
     check_machine,
     choices,
     describe_choices,
     devices_of,
-    imagine,
-    look_around,
     plan_on,
     time_on,
 )

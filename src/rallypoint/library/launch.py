@@ -29,7 +29,8 @@ from rallypoint.errors import (
     RunFolderError,
     UnusableCheckpointError,
 )
-from rallypoint.prepare.machine import choices, describe_choices, look_around
+from rallypoint.prepare.inventory import look_around
+from rallypoint.prepare.machine import choices, describe_choices
 from rallypoint.prepare.preflight import bring_wanted, find_wanted, is_yet_to_start, load_checked
 from rallypoint.recipes.interruption import Observer
 from rallypoint.run.copies import refuse_taken

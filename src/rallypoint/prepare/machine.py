@@ -1,111 +1,33 @@
-"""This machine compared with what a config asks for, in a run that starts its own cluster or needs none.
+"""This machine, or the nodes of a cluster, compared with what a config asks for.
 
-Owns: the inventory (cores, memory, accelerators) and whether pools and plan fit. Must not know: Ray. A process of its
-own asks torch for accelerators, so that this one never holds a context on a GPU that workers need.
+Owns: whether pools and plan fit. Must not know: Ray.
 
-Of a cluster that the run joins, only the requested labels are known here.
+Of a cluster that the run joins, only the requested labels are known before it is joined; then `check_nodes` compares
+the devices of its nodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rallypoint.cluster import ResourcePool, ResourcePoolManager
-from rallypoint.cluster.capacity import Node, advice, memory_bytes, misfit, num_cores
+from rallypoint.cluster.capacity import Node, advice, misfit
 from rallypoint.config import LoadedConfig, Problem, RunConfig, shown
 from rallypoint.config.fields import values_of
 from rallypoint.config.load import THIS_MACHINE
 from rallypoint.errors import ConfigError
 from rallypoint.install import installed_engines
-from rallypoint.observability.devices import DEVICES, find_device
+from rallypoint.observability.devices import find_device
 from rallypoint.observability.numbers import counted
-from rallypoint.prepare.checkup import ask_driver, gib
-from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, divides, make_plan, why_server
+from rallypoint.prepare.checkup import gib
+from rallypoint.prepare.inventory import OF_TYPES, Accelerator, Machine, look_around
+from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan, sent_bytes, why_server
+from rallypoint.prepare.pools import resource_pools
 from rallypoint.prepare.step_time import StepTime, step_time
 
-_ASK_TORCH = """
-import json, sys, torch
-module = torch.get_device_module(torch.device(sys.argv[1]))
-devices = []
-if module.is_available():
-    for index in range(module.device_count()):
-        found = module.get_device_properties(index)
-        devices.append([found.name, found.total_memory])
-print(json.dumps([torch.__version__, devices]))
-"""
-_PATIENCE_S = 120.0
 _GIB = 2**30
-_OF_TYPES = {name: device.gib for name, device in DEVICES.items() if " " not in name}
-"""Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
-_CORES_EACH, _MEMORY_EACH = 16, 128 * 2**30
-"""What machines are rented with for each of their devices, or more."""
-_MOST_TRIES = 2000
-"""Ways to make pools smaller that are looked at for each number of entries."""
 _TYPE_LABEL = "ray.io/accelerator-type"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accelerator:
-    """A device other than the CPU."""
-
-    name: str
-    num_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machine:
-    """The inventory of this machine."""
-
-    num_cores: int
-    num_bytes: int
-    """Memory that this process may use."""
-    accelerators: tuple[Accelerator, ...] = ()
-    """Devices of the configured kind that torch finds; with cluster.device=cpu, GPUs that the driver reports."""
-    complaint: str = ""
-    """Reason why torch finds none."""
-    num_nodes: int = 1
-    """Equal computers that it consists of."""
-
-
-def look_around(config: RunConfig) -> Machine:
-    """Return what this machine has for a run."""
-    device = config.cluster.device
-    if device == "cpu":
-        return Machine(num_cores(), memory_bytes(), _ask_driver())
-    if config.cluster.address is not None:
-        return Machine(num_cores(), memory_bytes())
-    accelerators, complaint = _ask_torch(device)
-    return Machine(num_cores(), memory_bytes(), accelerators, complaint)
-
-
-def imagine(text: str) -> Machine:
-    """Return a machine that is described, as one that is not here: `H100`, `8xH100`, `2x8xH100` for two nodes.
-
-    >>> machine = imagine("2x8xH100")
-    >>> machine.num_nodes, len(machine.accelerators), machine.num_cores, machine.accelerators[0].name
-    (2, 16, 256, 'H100')
-
-    Raises:
-        ConfigError: it has devices of no known type.
-    """
-    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(?:([1-9]\d{0,3})x)?([\w-]+)", text)
-    if found is None or found[3] not in _OF_TYPES:
-        raise ConfigError(
-            (f"--on {text}: expected a number and a type, such as 8xH100 or 2x8xH100; types: {', '.join(_OF_TYPES)}",)
-        )
-    num_nodes, kind = int(found[1] or 1) if found[2] else 1, found[3]
-    num = num_nodes * int(found[2] or found[1] or 1)
-    device = Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
-    return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num, num_nodes=num_nodes)
 
 
 def devices_of(machine: Machine, values: Mapping[str, Any]) -> list[str]:
@@ -144,6 +66,8 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
     sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(".mesh.dp_shard")}
     if chosen := [f"{name}={size}" for name, size in sizes.items() if loaded.origins[name] == THIS_MACHINE]:
         yield f"{' '.join(chosen)}: chosen for this machine, where a device has no room for the whole model"
+    if loaded.origins["cluster.object_store_gib"] == THIS_MACHINE:
+        yield f"cluster.object_store_gib={config.cluster.object_store_gib:g}: chosen for the data of a step"
     if why := loaded.origins.get("rollout.engine") == THIS_MACHINE and why_server(config):
         better = "where vLLM is installed (rally engine install vllm) and has room, it is chosen"
         said = f"chosen for {why}" if config.rollout.engine == "vllm" else f"{better}, for {why}"
@@ -194,9 +118,9 @@ def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = No
 
 
 def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    """Yield the reasons why a run does not fit on this machine; none for one that joins a cluster."""
+    """Yield the reasons why a run does not fit on this machine; none for one that joins a cluster elsewhere."""
     device = config.cluster.device
-    if config.cluster.address is not None and not machine.accelerators:
+    if config.cluster.address is not None and not machine.is_cluster:
         return
     if device != "cpu" and not machine.accelerators:
         yield Problem(
@@ -235,15 +159,19 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
 
 def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
     """Yield notes on a run that fits: memory that may not suffice, devices that are idle."""
-    for pool, most, whose in _rooms(config, machine):
-        peak = plan.process_memory(pool)
-        if peak > most >= plan.held_memory(pool):
-            yield (
-                f"pool {pool} may need {gib(peak)} in each process when all rows are at their longest, but {whose}; "
-                "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
-            )
+    yield from _peaks(config, plan, machine)
     yield from _room_for_activations(config, machine)
-    cluster = config.cluster
+    cluster, sent = config.cluster, sent_bytes(config)
+    if cluster.runtime == "ray" and cluster.address is None and sent > cluster.object_store_gib * _GIB:
+        yield (
+            f"cluster.object_store_gib={cluster.object_store_gib:g}: the data of a step may take {gib(sent)}, and what "
+            "does not fit goes through the disk; null chooses it"
+        )
+    if cluster.address is not None and cluster.device != "cpu" and _device(config, machine) is None:
+        yield (
+            f"the devices of the cluster at {cluster.address} are not known yet, and compared with the plan when it is "
+            "joined; a dry run with --on compares them now, such as --on 2x8xH100"
+        )
     if cluster.address is None and cluster.device == "cpu":
         yield from _idle_cores(config, machine)
     if not machine.accelerators:
@@ -259,6 +187,69 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
         yield (
             f"{wanted:g} of the {len(machine.accelerators)} devices here ({names}) are used: more processes in "
             "cluster.pools use the others"
+        )
+
+
+def _peaks(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
+    """Say which pools may need more than a device has."""
+    for pool, most, whose in _rooms(config, machine):
+        peak = plan.process_memory(pool)
+        if peak > most >= plan.held_memory(pool):
+            yield (
+                f"pool {pool} may need {gib(peak)} in each process when all rows are at their longest, but {whose}; "
+                "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
+            )
+
+
+def check_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Compare a run with the cluster that it has joined, and return notes for the user.
+
+    Ray may place a pool on any node with room for it. What no device of these nodes holds is refused, and what not all
+    of them hold is said.
+
+    Raises:
+        ConfigError: no device of the cluster holds what a process has to.
+    """
+    pools, plan = resource_pools(config).values(), make_plan(config)
+    usable = [node for node in nodes if any(node.room_for(pool) for pool in pools)]
+    notes = list(_small_stores(config, usable))
+    if config.cluster.device == "cpu" or not usable:
+        return tuple(notes)
+    kinds = sorted({_kind(node) for node in usable}, key=lambda kind: OF_TYPES.get(kind, 0))
+    found = [Machine(0, 0, (Accelerator(kind, round(OF_TYPES[kind] * _GIB)),)) for kind in kinds if kind in OF_TYPES]
+    if len(found) < len(kinds):
+        unknown = ", ".join(kind or "not named" for kind in kinds if kind not in OF_TYPES)
+        notes += [f"the cluster has devices whose memory is not known here (type: {unknown}): the plan is not compared"]
+    refused = [
+        [problem.text for problem in memory_problems(config, _within(plan, config, machine), machine)]
+        for machine in found
+    ]
+    if found and refused[-1] and len(found) == len(kinds):
+        raise ConfigError(tuple(refused[-1]))
+    for machine, problems in zip(found, refused, strict=True):
+        elsewhere = f"; cluster.labels={{{_TYPE_LABEL}: {kinds[-1]}}} keeps it off these" if len(kinds) > 1 else ""
+        notes += [
+            f"{problem}{elsewhere}" for problem in (*problems, *_peaks(config, _within(plan, config, machine), machine))
+        ]
+    return tuple(notes)
+
+
+def _kind(node: Node) -> str:
+    """Return the type of a node's accelerators as Ray found it; an empty string if it knows none."""
+    offered = (name.partition(":") for name in node.resources)
+    return node.labels.get(_TYPE_LABEL) or next((kind for key, _, kind in offered if key == "accelerator_type"), "")
+
+
+def _small_stores(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
+    """Say which nodes share too little memory between processes."""
+    sent = sent_bytes(config)
+    small = {node.name: size for node in nodes if (size := node.resources.get("object_store_memory", sent)) < sent}
+    if small:
+        name = min(small, key=small.__getitem__)
+        yield (
+            f"the data of a step may take {gib(sent)}, but the object store of {counted(len(small), 'node')} has less "
+            f"({name}: {gib(small[name])}), and what does not fit goes through the disk: start nodes with "
+            f"--object-store-memory={sent}"
         )
 
 
@@ -302,91 +293,6 @@ def _device(config: RunConfig, machine: Machine) -> Accelerator | None:
     if config.cluster.device == "cpu":
         return None
     kind = config.cluster.labels.get(_TYPE_LABEL, "")
-    if config.cluster.address is not None and kind in _OF_TYPES:
-        return Accelerator(kind, round(_OF_TYPES[kind] * _GIB))
+    if config.cluster.address is not None and kind in OF_TYPES:
+        return Accelerator(kind, round(OF_TYPES[kind] * _GIB))
     return min(machine.accelerators, key=lambda each: each.num_bytes, default=None)
-
-
-@functools.cache
-def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
-    """Return the devices of a kind, or the reason why there is none."""
-    command = [sys.executable, "-P", "-c", _ASK_TORCH, device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
-        said = done.stdout.strip().splitlines()[-1:]
-        version, devices = json.loads(said[0] if said else "")
-    except subprocess.TimeoutExpired:
-        return (), f"asking for it took longer than {_PATIENCE_S:g} s: the driver may hang"
-    except subprocess.CalledProcessError as error:
-        return (), (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
-    except (ValueError, TypeError):
-        return (), "torch did not answer"
-    if devices:
-        return tuple(Accelerator(name, num_bytes) for name, num_bytes in devices), ""
-    if driven := _ask_driver():
-        return (), f"torch {version} cannot use the {driven[0].name} that is here: install a build of torch for it"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (), f"torch {version}" + (f", CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "")
-
-
-@functools.cache
-def _ask_driver() -> tuple[Accelerator, ...]:
-    """Return the GPUs that NVIDIA's driver reports, unless they are hidden; without torch."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ()
-    try:
-        driven = ask_driver()
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ()
-    return () if driven is None else tuple(Accelerator(name, mebibytes * 2**20) for name, mebibytes in driven.gpus)
-
-
-def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
-    """Return the pools of a config by their names."""
-    cluster = config.cluster
-    return {
-        name: ResourcePool(
-            processes_per_node,
-            name=name,
-            num_cpus=cluster.num_cpus_per_process,
-            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process,
-            memory_gib=cluster.memory_gib_per_process or 0,
-            labels=cluster.labels,
-            device=cluster.device,
-        )
-        for name, processes_per_node in cluster.pools.items()
-    }
-
-
-def shrunk(config: RunConfig, nodes: Sequence[Node]) -> RunConfig | None:
-    """Return a config whose pools have places on these nodes: with as few entries and processes less as possible.
-
-    Roles must still divide their models as the config says, and have each at least one rank; the global batch is the
-    same. None if no such pools fit, or if those of the config do.
-    """
-    if misfit(list(resource_pools(config).values()), nodes) is None:
-        return None
-    entries = [(pool, place) for pool, counts in config.cluster.pools.items() for place in range(len(counts))]
-    for num in range(1, len(entries)):
-        ways = itertools.islice(itertools.combinations(entries, num), _MOST_TRIES)
-        for left_out in sorted(ways, key=lambda way: sum(config.cluster.pools[pool][place] for pool, place in way)):
-            pools = {
-                name: tuple(count for place, count in enumerate(counts) if (name, place) not in left_out)
-                for name, counts in config.cluster.pools.items()
-            }
-            cluster = config.cluster.model_copy(update={"pools": pools})
-            smaller = config.model_copy(update={"cluster": cluster})
-            if (
-                all(pools.values())
-                and divides(smaller)
-                and misfit(list(resource_pools(smaller).values()), nodes) is None
-            ):
-                return smaller
-    return None
-
-
-def pools_of(config: RunConfig) -> ResourcePoolManager:
-    """Return the pools of a config, and which role is placed on which."""
-    return ResourcePoolManager(
-        resource_pools(config), {role: placement.pool for role, placement in config.roles.items()}
-    )

@@ -137,6 +137,10 @@ _MOST_PROCESSES = 16
 _LEAST_ROWS = 2
 """Rows of a mini-batch that a process should have."""
 _GIB = 2**30
+SENT_BYTES = _ACTOR_BYTES, _STALE_BYTES, _CRITIC_BYTES, _TOP_BYTES = 39, 8, 18, 12
+"""Bytes that processes send of a token: to an actor, more if it is ahead, to a critic, of each of the likeliest."""
+_MOST_OF_MEMORY = 0.3
+"""Part of a machine's memory that Ray's object store may have."""
 _MOST_FOR_NATIVE, _LONG_RESPONSE = 5e9, 8192
 """Parameters of a dense model, and tokens of its responses, that our own engine is as fast for as a server."""
 
@@ -163,22 +167,46 @@ def choose(
         has_server: whether vLLM is installed for the device.
     """
     cluster = config.cluster
-    if cluster.device != "cpu":
-        if "rollout.engine" not in left_open or not why_server(config):
-            return _for_devices(config, left_open, devices_per_node, device_bytes)
-        ways: list[dict[str, object]] = []
-        for engine in ("vllm", "native") if has_server else ("native",):
-            trial = _with(config, "rollout.engine", engine)
-            ways += [{"rollout.engine": engine, **_for_devices(trial, left_open, devices_per_node, device_bytes)}]
-        have_room = (way for way in ways if _has_room(_with_all(config, way), any_way=False, device_bytes=device_bytes))
-        return next(have_room, ways[-1])
     chosen: dict[str, object] = {}
+    if "cluster.object_store_gib" in left_open and cluster.runtime == "ray" and cluster.address is None:
+        most, wanted = _MOST_OF_MEMORY * memory_bytes / _GIB, math.ceil(10 * sent_bytes(config) / _GIB) / 10
+        if (size := min(wanted, round(most, 1))) > cluster.object_store_gib:
+            chosen["cluster.object_store_gib"] = size
+    if cluster.device != "cpu":
+        return chosen | _off_cpu(config, left_open, devices_per_node, device_bytes, has_server=has_server)
     if "cluster.pools" in left_open and cluster.address is None:
         fixed = None if "cluster.num_cpus_per_process" in left_open else cluster.num_cpus_per_process
         num_processes, num_each = _layout(config, num_cores, memory_bytes, fixed)
         chosen |= {"cluster.pools": {"main": (num_processes,)}}
         chosen |= {} if fixed else {"cluster.num_cpus_per_process": num_each}
     return chosen
+
+
+def _off_cpu(
+    config: RunConfig,
+    left_open: tuple[str, ...],
+    devices_per_node: Sequence[int],
+    device_bytes: int,
+    *,
+    has_server: bool,
+) -> dict[str, object]:
+    """Return the engine of rollouts, the layout, and what layers keep: of a server's, if devices have room for that."""
+    if "rollout.engine" not in left_open or not why_server(config):
+        return _for_devices(config, left_open, devices_per_node, device_bytes)
+    ways: list[dict[str, object]] = []
+    for engine in ("vllm", "native") if has_server else ("native",):
+        trial = _with(config, "rollout.engine", engine)
+        ways += [{"rollout.engine": engine, **_for_devices(trial, left_open, devices_per_node, device_bytes)}]
+    have_room = (way for way in ways if _has_room(_with_all(config, way), any_way=False, device_bytes=device_bytes))
+    return next(have_room, ways[-1])
+
+
+def sent_bytes(config: RunConfig) -> int:
+    """Return the bytes that a step may pass between processes at a time: rows at their longest, to actor and critic."""
+    each = _ACTOR_BYTES + _STALE_BYTES * bool(config.rollout.max_staleness) + _CRITIC_BYTES * ("critic" in config.roles)
+    if "teacher" in config.roles:
+        each += 4 + _TOP_BYTES * (config.teachers.top_k or 0)
+    return each * config.num_rows * config.max_row_tokens
 
 
 def why_server(config: RunConfig) -> str:

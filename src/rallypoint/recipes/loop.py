@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.cluster import Runtime, open_runtime
+from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.display import Progress
@@ -25,8 +25,9 @@ from rallypoint.environments.grader import open_grader
 from rallypoint.errors import WorkerDiedError
 from rallypoint.failpoints import arming
 from rallypoint.journal import NUMBERS_OF, Journal, RunEnded, Said
-from rallypoint.prepare.machine import pools_of
+from rallypoint.prepare.machine import check_nodes
 from rallypoint.prepare.material import Found, Material, prepare, read_material
+from rallypoint.prepare.pools import pools_of
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
 from rallypoint.recipes.interruption import Observer, acknowledged
@@ -135,7 +136,7 @@ async def _train(
         shutil.rmtree(folder.published, ignore_errors=True)  # of a run that was killed
         at_end.add(lambda: shutil.rmtree(folder.published, ignore_errors=True), after=runtime.shutdown)
         pools = pools_of(config)
-        material = await _open_and_prepare(pools.open(runtime), preparing)
+        material = await _open_and_prepare(_open(pools, runtime, config, say), preparing)
         recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
         recording.add_done_callback(_mark_seen)
         agents = _agents(config, folder, material)
@@ -196,6 +197,14 @@ def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents 
     from rallypoint.recipes.agents import Agents
 
     return Agents.of_run(config, folder, material)
+
+
+async def _open(pools: ResourcePoolManager, runtime: Runtime, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Start the processes of all pools, on nodes that were compared with what processes hold."""
+    if config.cluster.address is not None:
+        for note in check_nodes(config, await runtime.nodes()):
+            say(note)
+    await pools.open(runtime)
 
 
 async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asyncio.Task[Material]) -> Material:

@@ -26,8 +26,9 @@ from rallypoint.journal import InputsRead, Journal, PoolShrunk, RolesStarted, Sh
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.prepare.data_notes import FirstScores
-from rallypoint.prepare.machine import planned_gib, pools_of, shrunk
+from rallypoint.prepare.machine import planned_gib
 from rallypoint.prepare.material import Material
+from rallypoint.prepare.pools import pools_of, shrunk
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of
 from rallypoint.recipes.interruption import NOTICE, Observer, interruptible

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from rallypoint.config import load_config, shipped_recipes
 from rallypoint.config.shape import read_shape
 from rallypoint.errors import ConfigError
-from rallypoint.prepare.machine import imagine
+from rallypoint.prepare.inventory import imagine
 
 ROOT = Path(__file__).parents[3]
 MACHINES = {"24 GB": "L4", "80 GB": "H100", "8 x 80 GB": "8xH100"}

@@ -7,7 +7,8 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.config.check_sampling_ahead import is_placeable, with_pool_of_its_own
 from rallypoint.errors import ConfigError
-from rallypoint.prepare.machine import check_machine, imagine
+from rallypoint.prepare.inventory import imagine
+from rallypoint.prepare.machine import check_machine
 from rallypoint.prepare.plan import make_plan
 
 AHEAD = "rollout.max_staleness=1"

@@ -3,15 +3,18 @@
 import contextlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.config.load import AUTOMATICALLY, THIS_MACHINE
 from rallypoint.errors import ConfigError
-from rallypoint.prepare.plan import activations_bytes, choose, make_plan
+from rallypoint.prepare.plan import SENT_BYTES, activations_bytes, choose, make_plan
+from rallypoint.types import ActorBatch, CriticBatch, DistilledBatch
 
 GIB = 2**30
 OPEN = ("cluster.pools=null",)
@@ -84,7 +87,7 @@ def test_no_machine_is_given_more_than_it_has(cores: int, gib: float, prompts: i
 
 def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
     def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
-        places = {"cluster.pools", "cluster.num_cpus_per_process"}
+        places = {"cluster.pools", "cluster.num_cpus_per_process", "cluster.object_store_gib"}
         shards = {f"{section}.mesh.dp_shard" for section in ("actor", "critic", "reference", "reward", "teacher")}
         assert set(left_open) == {"model.dtype", "engine.activations", "rollout.engine", *places, *shards}
         return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
@@ -181,6 +184,41 @@ def test_ranks_of_pools_that_were_said_share_a_model_too(here: Path):
 def test_what_cannot_be_shared_is_left_to_the_checks(here: Path, alone: str):
     with contextlib.suppress(ConfigError):
         assert over_devices(alone, gib=1) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), None),
+        (("rollout={num_prompts: 1024, group_size: 8, max_response_tokens: 3000}",), 0.9),
+        (("rollout={num_prompts: 1024, group_size: 8, max_response_tokens: 3000}", "recipe=ppo"), 1.4),
+        (("rollout={num_prompts: 65536, group_size: 8, max_response_tokens: 3000}",), 19.2),
+        (("rollout={num_prompts: 1024, group_size: 8, max_response_tokens: 3000}", "cluster.address=auto"), None),
+    ],
+)
+def test_the_object_store_has_room_for_what_a_step_sends(here: Path, overrides: tuple[str, ...], expected):
+    config = load_config("base.yaml", ["recipe=grpo", "engine.max_tokens_per_micro_batch=4096", *overrides]).config
+    chosen = choose(config, ("cluster.object_store_gib",), **NO_DEVICES)
+    assert chosen.get("cluster.object_store_gib") == expected
+
+
+def test_the_bytes_that_are_sent_of_a_token_are_those_of_the_batch_of_an_update():
+    number, index, flag = torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    row: dict[str, Any] = {"offsets": torch.tensor([0, 1]), "prompt_index": index, "sample_index": index}
+    tokens: dict[str, Any] = {"tokens": index, "loss_mask": flag, "sequence_starts": flag}
+    sent: dict[str, Any] = {"places": index, "steps_behind": index, "selected": flag}
+    names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "entropies")
+    actor = ActorBatch(**row, **tokens, **sent, **dict[str, Any](dict.fromkeys(names, number)))
+    critic = CriticBatch(**row, **tokens, values=number, returns=number)
+    likely: dict[str, Any] = {"top_logprobs": number[None], "top_tokens": index[None]}
+    student = DistilledBatch(
+        **row, **tokens, **sent, **dict[str, Any](dict.fromkeys((*names, "teacher_logprobs"), number)), **likely
+    )
+    base, stale, of_critic, top = SENT_BYTES
+    expected = [(actor, base + stale), (critic, of_critic), (student, base + stale + 4 + top)]
+    for batch, each in expected:
+        sizes = [x.element_size() for name, x in vars(batch).items() if torch.is_tensor(x) and name not in row]
+        assert sum(sizes) == each
 
 
 def engine(name: str, *overrides: str, gib: float = 80, has_server: bool = True) -> object:

@@ -8,18 +8,16 @@ import pytest
 from rallypoint.cluster.capacity import Node
 from rallypoint.config import RoleName, load_config
 from rallypoint.errors import ConfigError
+from rallypoint.prepare.inventory import Accelerator, Machine, imagine, look_around
 from rallypoint.prepare.machine import (
-    Accelerator,
-    Machine,
     check_machine,
+    check_nodes,
     choices,
     describe_choices,
-    imagine,
-    look_around,
     plan_on,
-    shrunk,
 )
 from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.pools import shrunk
 from rallypoint.prepare.role_memory import reserved_tokens
 from rallypoint.roles.placement import module_of
 
@@ -67,8 +65,71 @@ def test_a_device_that_is_not_here_is_refused_with_what_torch_says_and_never_wit
     assert "fewer" not in said
 
 
-def test_of_a_cluster_that_is_joined_nothing_is_said():
-    assert check(LAPTOP, "cluster.device=cuda", "cluster.pools={main: [8, 8]}", "cluster.address=auto") == ()
+JOINED = ("cluster.device=cuda", "cluster.pools={main: [8, 8]}", "cluster.address=auto")
+
+
+def test_of_a_cluster_that_is_joined_it_is_said_that_its_devices_are_not_known_yet():
+    [said] = check(LAPTOP, *JOINED)
+    assert "not known yet, and compared with the plan when it is joined; a dry run with --on" in said
+
+
+def test_a_machine_with_devices_that_joins_a_cluster_is_not_taken_for_all_of_it():
+    assert check(SERVER, *JOINED, "engine.activations=keep") == ()
+
+
+def node(kind: str | None, *, store: float = 30 * GIB, labelled: bool = True, name: str = "10.0.0.1") -> Node:
+    resources = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": store}
+    if kind is None or labelled:
+        return Node(name, resources, {} if kind is None else {"ray.io/accelerator-type": kind})
+    return Node(name, resources | {f"accelerator_type:{kind}": 1.0})
+
+
+HUGE = ("model.path=Qwen/Qwen3-8B", *JOINED)
+
+
+def joined(nodes, *overrides):
+    return check_nodes(load_config("math-dapo", overrides).config, nodes)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_what_no_device_of_the_joined_cluster_can_hold_is_refused(labelled: bool):
+    with pytest.raises(ConfigError) as raised:
+        joined([node("H100", labelled=labelled)] * 2, *HUGE)
+    assert "take 137.3 GiB in each process, but a H100 has 79.1 GiB; divide the model" in str(raised.value)
+    assert joined([node("H100", labelled=labelled)] * 2, *HUGE, "actor.mesh.dp_shard=16") == ()
+
+
+def test_what_only_some_devices_of_the_joined_cluster_can_hold_is_said_with_the_label_that_keeps_off_the_others():
+    mixed = [node("T4")] * 2 + [node("B200")] * 2
+    [said] = joined(mixed, *HUGE)
+    assert "but a T4 has 14.7 GiB" in said
+    assert said.endswith("cluster.labels={ray.io/accelerator-type: B200} keeps it off these")
+    assert joined(mixed, *HUGE, "cluster.labels={ray.io/accelerator-type: B200}") == ()
+    head = Node("10.0.0.9", {"CPU": 4.0}, {})
+    assert joined([head, *mixed[2:]], *HUGE) == (), "nothing is placed on a head without devices"
+
+
+def test_devices_that_nobody_knows_are_named_and_those_of_cpus_are_not_looked_for():
+    [said] = joined([node("Abacus")], *HUGE)
+    assert "whose memory is not known here (type: Abacus)" in said
+    [said] = joined([node(None)], *HUGE)
+    assert "(type: not named)" in said
+    assert joined([node(None)], "model.path=Qwen/Qwen3-8B", "cluster={device: cpu, address: auto}") == ()
+
+
+def test_a_store_that_is_smaller_than_what_a_step_sends_is_said_with_what_would_do():
+    rows = ("rollout={num_prompts: 1024, group_size: 8, max_response_tokens: 3000}",)
+    [said] = joined(
+        [node("H100"), node("H100", store=GIB / 2, name="10.0.0.2")],
+        *HUGE,
+        *rows,
+        "actor.mesh.dp_shard=16",
+        "reward.overlong=null",
+    )
+    assert "the object store of 1 node has less (10.0.0.2: 0.5 GiB)" in said
+    assert said.endswith("--object-store-memory=1612775424")
+    own = check(LAPTOP, *rows, "cluster.pools={main: [1]}", "engine.max_tokens_per_micro_batch=16384")
+    assert [line for line in own if "object_store_gib" in line and line.endswith("null chooses it")]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +172,8 @@ def test_weights_that_a_device_cannot_hold_are_refused_with_both_numbers():
 def test_the_label_of_a_cluster_tells_what_its_devices_have():
     labels = "cluster.labels={ray.io/accelerator-type: T4}"
     joined = (*GPU, "cluster.address=10.0.0.1:6379", "engine.max_tokens_per_micro_batch=1000000")
-    assert check(LAPTOP, LARGE, *joined) == ()
+    [said] = check(LAPTOP, LARGE, *joined)
+    assert "not known yet" in said
     assert "but a T4 has 14.7 GiB" in refusal(LAPTOP, LARGE, *joined, labels)
 
 
@@ -119,6 +181,7 @@ def test_a_peak_that_may_not_fit_is_said_with_the_keys_that_lower_it():
     large_batches = (
         "rollout={num_prompts: 4096, max_response_tokens: 2000}",
         "engine.max_tokens_per_micro_batch=2100000",
+        "cluster.object_store_gib=2",
     )
     machine = Machine(64, 512 * GIB, (Accelerator("Tesla T4", 16 * GIB),) * 8)
     [said, idle] = check(machine, *GPU, *large_batches, "engine.activations=keep", "kl=null")

@@ -3,7 +3,8 @@
 import pytest
 
 from rallypoint.config import load_config
-from rallypoint.prepare.machine import imagine, plan_on, time_on
+from rallypoint.prepare.inventory import imagine
+from rallypoint.prepare.machine import plan_on, time_on
 from rallypoint.prepare.step_time import StepTime
 
 MEASURED = ("model.path=Qwen/Qwen3-0.6B", "cluster={device: cuda, pools: {main: [1]}}", "engine.activations=keep")

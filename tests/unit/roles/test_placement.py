@@ -12,7 +12,7 @@ from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
 from rallypoint.config.transport import transport_name
 from rallypoint.errors import PlacementError
-from rallypoint.prepare.machine import pools_of
+from rallypoint.prepare.pools import pools_of
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import transport_between
 

@@ -9,7 +9,7 @@ from rallypoint.cluster.inline import InlineRuntime
 from rallypoint.config import load_config
 from rallypoint.errors import WorkerDiedError
 from rallypoint.journal import Journal, RoleLost, RolesRestarted, Said, StepDone, read_journal
-from rallypoint.prepare.machine import pools_of
+from rallypoint.prepare.pools import pools_of
 from rallypoint.roles.placement import Placement, SharedFolder
 from rallypoint.roles.supervisor import Supervisor
 

@@ -74,5 +74,10 @@ class ClusterConfig(Section):
         60.0, at_least=5, unit="s", help="How long a process may give no sign of life during a call."
     )
     object_store_gib: float = key(
-        0.5, at_least=0.1, at_most=1024, unit="GiB", help="Shared memory for data between processes."
+        0.5,
+        at_least=0.1,
+        at_most=1024,
+        unit="GiB",
+        automatic=True,
+        help="Shared memory for data between processes; null: what a step needs, 0.5 at least.",
     )

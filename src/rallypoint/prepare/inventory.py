@@ -1,0 +1,129 @@
+"""The inventory of this machine, or of one that is described: cores, memory, accelerators.
+
+Owns: asking for them. Must not know: Ray, plans. A process of its own asks torch for accelerators, so that this one
+never holds a context on a GPU that workers need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+from rallypoint.cluster.capacity import memory_bytes, num_cores
+from rallypoint.config import RunConfig
+from rallypoint.errors import ConfigError
+from rallypoint.observability.devices import DEVICES
+from rallypoint.prepare.checkup import ask_driver
+
+_ASK_TORCH = """
+import json, sys, torch
+module = torch.get_device_module(torch.device(sys.argv[1]))
+devices = []
+if module.is_available():
+    for index in range(module.device_count()):
+        found = module.get_device_properties(index)
+        devices.append([found.name, found.total_memory])
+print(json.dumps([torch.__version__, devices]))
+"""
+_PATIENCE_S = 120.0
+_GIB = 2**30
+OF_TYPES = {name: device.gib for name, device in DEVICES.items() if " " not in name}
+"""Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
+_CORES_EACH, _MEMORY_EACH = 16, 128 * 2**30
+"""What machines are rented with for each of their devices, or more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A device other than the CPU."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """The inventory of this machine."""
+
+    num_cores: int
+    num_bytes: int
+    """Memory that this process may use."""
+    accelerators: tuple[Accelerator, ...] = ()
+    """Devices of the configured kind that torch finds; with cluster.device=cpu, GPUs that the driver reports."""
+    complaint: str = ""
+    """Reason why torch finds none."""
+    num_nodes: int = 1
+    """Equal computers that it consists of."""
+    is_cluster: bool = False
+    """Whether these are all nodes that a run may use, also where it joins a cluster."""
+
+
+def look_around(config: RunConfig) -> Machine:
+    """Return what this machine has for a run."""
+    device = config.cluster.device
+    if device == "cpu":
+        return Machine(num_cores(), memory_bytes(), _ask_driver())
+    if config.cluster.address is not None:
+        return Machine(num_cores(), memory_bytes())
+    accelerators, complaint = _ask_torch(device)
+    return Machine(num_cores(), memory_bytes(), accelerators, complaint)
+
+
+def imagine(text: str) -> Machine:
+    """Return a machine that is described, as one that is not here: `H100`, `8xH100`, `2x8xH100` for two nodes.
+
+    >>> machine = imagine("2x8xH100")
+    >>> machine.num_nodes, len(machine.accelerators), machine.num_cores, machine.accelerators[0].name
+    (2, 16, 256, 'H100')
+
+    Raises:
+        ConfigError: it has devices of no known type.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d{0,3})x)?(?:([1-9]\d{0,3})x)?([\w-]+)", text)
+    if found is None or found[3] not in OF_TYPES:
+        raise ConfigError(
+            (f"--on {text}: expected a number and a type, such as 8xH100 or 2x8xH100; types: {', '.join(OF_TYPES)}",)
+        )
+    num_nodes, kind = int(found[1] or 1) if found[2] else 1, found[3]
+    num = num_nodes * int(found[2] or found[1] or 1)
+    device = Accelerator(kind, round(OF_TYPES[kind] * _GIB))
+    return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num, num_nodes=num_nodes, is_cluster=True)
+
+
+@functools.cache
+def _ask_torch(device: str) -> tuple[tuple[Accelerator, ...], str]:
+    """Return the devices of a kind, or the reason why there is none."""
+    command = [sys.executable, "-P", "-c", _ASK_TORCH, device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
+        said = done.stdout.strip().splitlines()[-1:]
+        version, devices = json.loads(said[0] if said else "")
+    except subprocess.TimeoutExpired:
+        return (), f"asking for it took longer than {_PATIENCE_S:g} s: the driver may hang"
+    except subprocess.CalledProcessError as error:
+        return (), (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
+    except (ValueError, TypeError):
+        return (), "torch did not answer"
+    if devices:
+        return tuple(Accelerator(name, num_bytes) for name, num_bytes in devices), ""
+    if driven := _ask_driver():
+        return (), f"torch {version} cannot use the {driven[0].name} that is here: install a build of torch for it"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (), f"torch {version}" + (f", CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "")
+
+
+@functools.cache
+def _ask_driver() -> tuple[Accelerator, ...]:
+    """Return the GPUs that NVIDIA's driver reports, unless they are hidden; without torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ()
+    try:
+        driven = ask_driver()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()
+    return () if driven is None else tuple(Accelerator(name, mebibytes * 2**20) for name, mebibytes in driven.gpus)
