@@ -60,6 +60,12 @@ class _Row:
     response: Sequence[int]
     """The response since then; vLLM appends to it."""
 
+    def so_far(self) -> Sequence[int]:
+        """Return the response so far; of its tokens only their number where nothing asks for them: they are many."""
+        if self.request.params.repetition_penalty == 1:
+            return range(len(self.done) + len(self.response))
+        return (*self.done, *self.response)
+
 
 class BatchSampler:
     """Samples for the rows of a batch that have our arguments."""
@@ -109,7 +115,7 @@ class BatchSampler:
             return logits
         lengths = [len(row.response) for row in self._rows.values()]
         if self._sampler is None or lengths != self._lengths:
-            rows = [(row.request, (*row.done, *row.response)) for row in self._rows.values()]
+            rows = [(row.request, row.so_far()) for row in self._rows.values()]
             self._sampler, self._places = Sampler(rows, self._device), list(self._rows)
         self._lengths = [length + 1 for length in lengths]
         everything = self._places == list(range(len(logits)))

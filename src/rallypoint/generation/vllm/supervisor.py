@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import GenerationError, WeightsMismatchError
@@ -118,13 +118,16 @@ class ServerSupervisor:
 
     async def _make_ready(self, server: VllmServer) -> None:
         await self._started(server)
+        await self._take_over(server)
+
+    async def _take_over(self, server: VllmServer) -> None:
         version, folder = self._held
         if folder is not None:
             await self._enter(server, version, folder)
         await self._call(server, "/update_weight_version", {"new_version": str(version)})
 
-    async def load(self, version: int, folder: Path) -> None:
-        """Load other weights into the server; running requests pause and continue with them.
+    async def load(self, version: int, folder: Path, *, is_asleep: bool = False) -> None:
+        """Load other weights; running requests pause and continue with them, of which a server that sleeps has none.
 
         Raises:
             WeightsMismatchError: it does not take them, and keeps the old ones.
@@ -138,11 +141,13 @@ class ServerSupervisor:
             if self.num_servers > num_servers:
                 return  # the new server began with them
             assert self._server is not None
+            if is_asleep:
+                await self._take_over(self._server)
+                return
             await self._call(self._server, "/pause?mode=keep")
-            await self._enter(self._server, version, folder)
+            await self._take_over(self._server)
             # Drop keys and values of the old weights; those of requests under way are computed again.
             await self._call(self._server, "/reset_prefix_cache?reset_running_requests=true", expect={"success": True})
-            await self._call(self._server, "/update_weight_version", {"new_version": str(version)})
             await self._call(self._server, "/resume")
         except LostError as error:
             self.give_up(str(error))
@@ -153,8 +158,10 @@ class ServerSupervisor:
             await self.revive()
             raise
 
-    async def call(self, path: str) -> None:
-        """Make a call whose answer does not matter; a server that is lost is started again.
+    async def call(self, path: str, *, restores: bool = False) -> None:
+        """Make a call whose answer does not matter, and have lost weights taken over again if it `restores` memory.
+
+        A server that is lost is started again.
 
         Raises:
             GenerationError: see `revive`.
@@ -162,6 +169,8 @@ class ServerSupervisor:
         assert self._server is not None
         try:
             await self._call(self._server, path)
+            if restores:
+                await self._take_over(self._server)
         except LostError as error:
             self.give_up(str(error))
             await self.revive()
@@ -282,6 +291,10 @@ class VllmConnection:
         self.version = version
         """Version of the weights that the server holds."""
         self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
+        self._takes_adapters = takes_adapters
+        self._weights: Literal["here", "kept", "gone"] = "here"
+        """Whether the server has its weights, has them in CPU memory, or has none until it gets some."""
+        self._gets_weights = False  # whether it got some when it slept last, so that those that it has need not be kept
         self._folder = OwnFolder()
         self.supervisor = ServerSupervisor(
             launch,
@@ -336,27 +349,32 @@ class VllmConnection:
             WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
             GenerationError: the server died and could not be started again.
         """
-        if self._is_asleep:
-            self._call_if_it_sleeps("/wake_up")
+        is_asleep, num_servers = self._is_asleep and self._gives_memory, self.supervisor.num_servers
+        if is_asleep and self._weights != "here":
+            self._call_if_it_sleeps("/wake_up?tags=weights")
         if self._reviving is not None:
             with contextlib.suppress(WeightsMismatchError):  # about the old weights, which do not matter any more
                 self._until_ready()
-        self.wait(self.run(self.supervisor.load(version, folder)))
-        self.version = version
-        if self._is_asleep:
+        self.wait(self.run(self.supervisor.load(version, folder, is_asleep=is_asleep)))
+        self.version, self._weights, self._gets_weights = version, "here", is_asleep
+        if is_asleep and self.supervisor.num_servers != num_servers:  # a new one, which is awake
             self._call_if_it_sleeps("/sleep?level=1")
+            self._weights = "kept"
 
     def sleep(self) -> None:
-        """Have a server on an accelerator free its memory."""
+        """Have a server on an accelerator free its memory; it keeps its weights on the CPU unless others come then."""
         if not self._is_asleep:
             self._is_asleep = True
-            self._call_if_it_sleeps("/sleep?level=1")
+            self._weights = "gone" if self._gets_weights and not self._takes_adapters else "kept"
+            self._gets_weights = False
+            self._call_if_it_sleeps(f"/sleep?level={2 if self._weights == 'gone' else 1}")
 
     def wake(self) -> None:
         """Have it reserve its memory again."""
         if self._is_asleep:
             self._is_asleep = False
-            self._call_if_it_sleeps("/wake_up")
+            self._call_if_it_sleeps("/wake_up", restores=self._weights == "gone")
+            self._weights = "here"
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Start work in the thread that talks to the server."""
@@ -375,8 +393,8 @@ class VllmConnection:
         while not self.is_ready():
             self._tick()
 
-    def _call_if_it_sleeps(self, path: str) -> None:
-        """Make a call about memory, if the server can free any."""
+    def _call_if_it_sleeps(self, path: str, *, restores: bool = False) -> None:
+        """Make a call about memory, if the server can free any; see `ServerSupervisor.call`."""
         if self._gives_memory:
             self._until_ready()
-            self.wait(self.run(self.supervisor.call(path)))
+            self.wait(self.run(self.supervisor.call(path, restores=restores)))

@@ -33,6 +33,8 @@ class World:
     """For each start, why it fails; then all succeed."""
     late_s: float = 0.0
     """How long a server loads its model before it listens."""
+    calls: list = dataclasses.field(default_factory=list)
+    """Paths of the calls to servers, but for requests."""
     loads: list = dataclasses.field(default_factory=list)
     """Versions of the folders that servers were told to load."""
     refuse: str | None = None
@@ -116,6 +118,7 @@ class FakeServer:
             writer.close()
 
     def _control(self, path, body):
+        self.world.calls.append(path)
         if path == "/collective_rpc":
             version = json.loads((Path(body["args"][0]) / "manifest.json").read_text())["version"]
             self.world.loads.append(version)
@@ -199,7 +202,9 @@ def make_engine(world):
     """Return a function that makes an engine with fake servers."""
     connections = []
 
-    def make(*, takes_adapters=False, start_s=20.0, say=lambda line: None, voice_every_s=10.0, **options):
+    def make(
+        *, takes_adapters=False, gives_memory=False, start_s=20.0, say=lambda line: None, voice_every_s=10.0, **options
+    ):
         outline = Outline(weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1)
         settings = {"max_request_tokens": 100, "max_rows": 8, "silence_s": 20.0, **options}
         connections.append(
@@ -207,6 +212,7 @@ def make_engine(world):
                 lambda folder: FakeServer(world, folder),
                 version=4,
                 takes_adapters=takes_adapters,
+                gives_memory=gives_memory,
                 start_s=start_s,
                 say=say,
                 voice_every_s=voice_every_s,

@@ -146,3 +146,20 @@ def test_logits_that_are_not_finite_are_reported_as_such():
     rows.add(0, sent(request), request.tokens, [])
     logits = rows.draw(torch.full((1, NUM_IDS), float("nan")))
     assert logits.max() == pytest.approx(1e30)
+
+
+class Uncopied(list):
+    """Tokens of which only the number is asked for."""
+
+    def __iter__(self):
+        raise AssertionError("they were copied")
+
+
+def test_responses_are_not_copied_when_a_row_joins_unless_a_penalty_asks_for_them():
+    sampler, logits = BatchSampler(CPU), torch.zeros(2, NUM_IDS)
+    plain, penalised = REQUESTS[0], REQUESTS[6]
+    sampler.add(0, encode(plain, 0), plain.tokens, Uncopied([1] * 7))
+    sampler.draw(logits.clone())
+    sampler.add(1, encode(penalised, 0), penalised.tokens, Uncopied([2] * 3))
+    with pytest.raises(AssertionError, match="they were copied"):
+        sampler.draw(logits.clone())

@@ -355,6 +355,78 @@ def test_an_engine_that_sleeps_says_nothing_and_goes_on_after_wake(engine, world
     assert tokens_of(all_outputs(engine), request_id) == expected_of(request)
 
 
+def memory_calls(world):
+    """Take the calls to servers about memory and weights, as short words."""
+    words = {"/collective_rpc": "load", "/sleep?level=1": "sleep 1", "/sleep?level=2": "sleep 2", "/wake_up": "wake"}
+    words |= {"/wake_up?tags=weights": "wake weights", "/pause?mode=keep": "pause", "/resume": "resume"}
+    found = [words[path] for path in world.calls if path in words]
+    world.calls.clear()
+    return found
+
+
+def a_turn(engine, version):
+    """Sample, and get other weights while other roles have the memory."""
+    list(stream(engine, request_of(version)))
+    engine.sleep()
+    engine.load(version, WEIGHTS)
+    engine.wake()
+
+
+def test_a_server_that_gets_weights_in_its_sleep_wakes_for_them_alone_and_keeps_no_copy_from_then_on(
+    make_engine, world
+):
+    engine = make_engine(gives_memory=True)
+    a_turn(engine, 5)
+    assert memory_calls(world) == ["sleep 1", "wake weights", "load", "wake"]
+    a_turn(engine, 6)
+    assert memory_calls(world) == ["sleep 2", "wake weights", "load", "wake"]
+    engine.sleep()
+    engine.load(7, WEIGHTS)
+    engine.load(8, WEIGHTS)
+    engine.wake()
+    assert memory_calls(world) == ["sleep 2", "wake weights", "load", "load", "wake"]
+    assert world.servers[0].version == "8"
+
+
+def test_a_server_that_lost_its_weights_and_got_none_takes_the_last_ones_again_and_keeps_them_next_time(
+    make_engine, world
+):
+    engine = make_engine(gives_memory=True)
+    a_turn(engine, 5)
+    memory_calls(world)
+    engine.sleep()
+    engine.wake()
+    assert memory_calls(world) == ["sleep 2", "wake", "load"]
+    assert world.loads == [5, 5]
+    engine.sleep()
+    engine.wake()
+    assert memory_calls(world) == ["sleep 1", "wake"]
+
+
+def test_the_model_of_an_adapter_is_kept(make_engine, world, tmp_path):
+    engine = make_engine(takes_adapters=True, gives_memory=True)
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 5}))
+    for _ in range(2):
+        engine.sleep()
+        engine.load_folder(5, tmp_path)
+        engine.wake()
+        assert memory_calls(world) == ["sleep 1", "wake weights", "load", "wake"]
+
+
+def test_a_server_that_is_started_again_while_the_engine_sleeps_is_put_to_sleep(make_engine, world):
+    engine = make_engine(gives_memory=True)
+    a_turn(engine, 5)
+    engine.sleep()
+    memory_calls(world)
+    world.servers[0].die()
+    engine.load(6, WEIGHTS)
+    assert memory_calls(world)[-2:] == ["load", "sleep 1"]
+    engine.wake()
+    assert memory_calls(world) == ["wake"]
+    assert tokens_of(list(stream(engine, request_of(2))), 2) == expected_of(request_of(2))
+    assert (len(world.servers), world.servers[1].version) == (2, "6")
+
+
 def test_what_is_cancelled_while_the_engine_sleeps_ends_there(engine):
     request_id = engine.submit(request_of(1))
     engine.sleep()
