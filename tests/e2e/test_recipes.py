@@ -11,7 +11,8 @@ from tiny_runs import Runs
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.errors import SandboxError
 
-MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
+MODELS = ("Qwen2.5-0.5B-Instruct", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B")
+MIXTURES = ("Qwen3-30B-A3B",)
 TINY = (
     "cluster={device: cpu, runtime: inline, pools: {main: [1]}}",
     "data.max_prompt_tokens=8",
@@ -34,6 +35,13 @@ OF_RECIPE = {
     "math-dapo": LUCKY,
     "math-lora": LUCKY,
     "math-opd": (),
+    "moe-grpo": (
+        *LUCKY,
+        "cluster.pools={main: [2], rollout: [1]}",
+        "actor.mesh.ep=2",
+        "model.lora=null",
+        "actor.router_aux_loss_coef=0.01",
+    ),
     "code": ("actor.num_mini_batches=1", "reward.num_processes=1"),
     "tool-math": (*LUCKY, *TOOLS),
     "search": TOOLS,
@@ -81,7 +89,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for seed, name in enumerate(MODELS):
         (tmp_path / "Qwen").mkdir(exist_ok=True)
-        make_tiny_model(tmp_path / "Qwen" / name, architecture="qwen3", seed=seed, initializer_range=0.05)
+        family = "qwen3_moe" if name in MIXTURES else "qwen3"
+        make_tiny_model(tmp_path / "Qwen" / name, architecture=family, seed=seed, initializer_range=0.05)
     make_tiny_model(tmp_path / "Qwen" / "Qwen3.5-9B", architecture="qwen3_5_text", initializer_range=0.05)
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
     lakes = [{"prompt": one, "ground_truth": "P./.G"} for one in texts]

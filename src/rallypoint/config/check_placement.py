@@ -22,6 +22,7 @@ def placement_contradictions(config: RunConfig) -> Iterator[Problem]:
     """Yield what stands against the pools, meshes and devices of a config, whatever machine it is on."""
     yield from roles_and_pools(config)
     yield from _shared_models(config)
+    yield from _routers(config)
     yield from _cluster(config)
 
 
@@ -173,6 +174,26 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
         yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
     elif shape.linear is not None and (misfit := misfit_of(mesh.sp, {_LINEAR_HEADS: shape.linear.num_keys})):
         yield Problem((f"{role}.mesh.sp",), f"{role}.mesh.sp={misfit}")
+
+
+def _routers(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is asked of routers that the model does not have, or that a sampler does not say."""
+    engine, shape = config.rollout.engine, shape_of(config)
+    replays = config.rollout.router_replay and "rollout" in config.roles
+    if replays and engine != "native":
+        yield Problem(
+            ("rollout.router_replay", "rollout.engine"),
+            f"rollout.router_replay=true: rollout.engine={engine!r} does not say which experts it chose; expected "
+            "rollout.engine=native, or rollout.router_replay=false",
+        )
+    asked = {"rollout.router_replay": replays, "actor.router_aux_loss_coef": config.actor.router_aux_loss_coef}
+    for name, value in asked.items():
+        if value and shape is not None and shape.model_type not in MIXTURES:
+            yield Problem(
+                (name,),
+                f"{name}={str(value).lower()}: models of type {shape.model_type!r} have no experts that are known; "
+                f"those of type {', '.join(MIXTURES)} have. Leave it out",
+            )
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

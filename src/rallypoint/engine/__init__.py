@@ -4,6 +4,7 @@ Must not know: roles, other processes but through `parallel`, where batches come
 """
 
 from rallypoint.engine.forward import (
+    TokenStream,
     choosing_tokens,
     critic_values,
     likeliest_tokens,
@@ -16,6 +17,7 @@ from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer
 from rallypoint.engine.training_engine import TrainingEngine
 
 __all__ = [
+    "TokenStream",
     "TrainingEngine",
     "choosing_tokens",
     "critic_values",

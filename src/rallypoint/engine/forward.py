@@ -48,7 +48,7 @@ from rallypoint.models.tensor_parallel import (
 )
 from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows, gather_rows
 from rallypoint.parallel.transfer import sent
-from rallypoint.types import Sequences
+from rallypoint.types import PolicySequences, Sequences
 
 
 def trained_positions(batch: Sequences) -> Tensor:
@@ -108,7 +108,8 @@ class TokenStream:
         self._model, sp = shard.model, shard.mesh.sp
         self._most = batch.num_tokens
         offsets, tokens, sources = asked(batch, positions)
-        shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index)
+        experts = _experts_of(batch)
+        shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index, experts)
         tokens, sources = tokens[shared.kept], shared.place[sources]
         # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
         self._order = sources.argsort(stable=True)
@@ -121,6 +122,10 @@ class TokenStream:
         # What is not finite in the embedding of a token that is nowhere stays out of gradients.
         filler = tokens[-1:].expand(num_filler) if len(tokens) else tokens.new_zeros(num_filler)
         self._tokens = torch.cat([tokens, filler])[self._part.tokens]
+        self._replay: dict[str, Tensor] = {}
+        if experts is not None:
+            experts = functional.pad(experts[shared.kept], (0, 0, 0, num_filler))[self._part.tokens]
+            self._replay = {"experts": sent(experts, self._model.device)}
         self._sources = sources[self._part.positions] - self._part.tokens.start
         self._own = self._order[self._part.positions]
         self._targets = batch.tokens[positions[self._own]]
@@ -135,6 +140,7 @@ class TokenStream:
             position_ids=self._rows.position_ids,
             use_cache=False,
             rows=self._rows,
+            **self._replay,
         )
         return pick(output.last_hidden_state.squeeze(0), self._sources, self._size(len(self._sources)))
 
@@ -160,6 +166,15 @@ class TokenStream:
 
     def _size(self, num_tokens: int) -> int:
         return filled_up(num_tokens, self._model.dtype, self._model.device, at_most=self._most)
+
+
+def _experts_of(batch: Sequences) -> Tensor | None:
+    """Return the experts to choose for all `choosing_tokens`, each in the field of the token that it chose."""
+    if not isinstance(batch, PolicySequences) or batch.experts is None:
+        return None
+    is_chosen = torch.ones(batch.num_tokens, dtype=torch.bool)
+    is_chosen[batch.offsets[:-1][batch.lengths > 0]] = False
+    return batch.experts[is_chosen]
 
 
 def policy_outputs(
@@ -332,6 +347,11 @@ class SequenceParallelRows:
         """Take the rows of the whole stream, and this rank's slice of it."""
         self._rows, self._part = rows, part
         self.position_ids = rows.position_ids[:, part.tokens]
+
+    @property
+    def token_weights(self) -> Tensor:
+        """See `PackedRows.token_weights`, of this rank's tokens."""
+        return self._rows.token_weights[self._part.tokens]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS

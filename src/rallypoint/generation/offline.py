@@ -72,6 +72,8 @@ def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
         response=tuple(token for output in outputs for token in output.tokens),
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
+        experts=b"".join(output.experts for output in outputs),
+        prompt_experts=outputs[-1].prompt_experts,
         version=min(output.version for output in outputs),
         spans=_spans(outputs) if _is_mixed(outputs) else (),
         truncated=outputs[-1].finish_reason != "stop",

@@ -151,6 +151,10 @@ class Output:
     """Log-probabilities by the distribution that was drawn from: at the temperature of the draw, after penalty, minimum
     length, top-k, top-p and min-p; 0 if greedy."""
     version: int
+    experts: bytes = b""
+    """Experts that chose each token, end to end, see `PolicySequences.experts`; empty if they are not recorded."""
+    prompt_experts: bytes = b""
+    """Those of the prompt, in the last output."""
     finish_reason: FinishReason | None = None
     """None: more will come."""
     error: RallyError | None = None
@@ -175,6 +179,7 @@ class Output:
         """Return it without its first tokens."""
         return dataclasses.replace(
             self,
+            experts=self.experts[num * (len(self.experts) // max(1, len(self.tokens))) :],
             tokens=self.tokens[num:],
             logprobs=self.logprobs[num:],
             sampled_logprobs=self.sampled_logprobs[num:],

@@ -5,6 +5,7 @@ Must not know: files, optimizers, roles, losses.
 
 from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
 from rallypoint.models.head import lm_head, value_head
+from rallypoint.models.load_balancing import LoadBalancing
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.prefix import SharedPrefixes
@@ -15,6 +16,7 @@ __all__ = [
     "MAKING",
     "AttentionRows",
     "LoRALinear",
+    "LoadBalancing",
     "ModelShard",
     "PackedRows",
     "Part",

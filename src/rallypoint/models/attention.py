@@ -172,6 +172,14 @@ class PackedRows:
         return self._recurrence.run(inputs, self._recurrence.blank(inputs))[0]
 
     @property
+    def token_weights(self) -> Tensor:
+        """[T] float64: how many tokens of the rows each of the stream stands for; 0 for filler."""
+        offsets, device, shared = self._layout
+        places = torch.arange(int(offsets[-1])) if shared is None else shared.place
+        num_tokens = self.position_ids.shape[1]
+        return sent(torch.bincount(places, minlength=num_tokens).double(), device)
+
+    @property
     def _slots(self) -> Slots:
         if self._rectangles is None:
             self._rectangles = self._laid_out()

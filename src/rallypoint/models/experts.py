@@ -44,6 +44,14 @@ class Experts(Protocol):
         ...
 
 
+class Balance(Protocol):
+    """See `rallypoint.models.load_balancing`."""
+
+    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Return the shares of all experts, [T, X], with another gradient; [T, k] of them are chosen."""
+        ...
+
+
 class Router(Protocol):
     """The router of Qwen3-MoE and similar families in transformers."""
 
@@ -53,6 +61,12 @@ class Router(Protocol):
     norm_topk_prob: bool
     load: Tensor | None
     """Tokens that were sent to each expert so far, [X] int64; None while nobody counts."""
+    recorded: list[Tensor] | None
+    """Choices of the pass under way, [T, k] of each router so far; None while nobody records."""
+    replayed: Tensor | None
+    """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
+    balance: Balance | None
+    """What is done so that experts get equal shares of the tokens; None: nothing."""
 
 
 class _RouterInPrecision:
@@ -61,13 +75,21 @@ class _RouterInPrecision:
     The original rounds probabilities to float32, so that gradients in float64 depend on the other tokens in the batch.
     """
 
-    load = None
+    load = recorded = replayed = balance = None
 
     def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
         scores = functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
         shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        shares, chosen = shares.topk(self.top_k, dim=-1)
+        every, (shares, chosen) = shares, shares.topk(self.top_k, dim=-1)
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed > 0, self.replayed - 1, chosen)
+        if self.balance is not None:
+            every = self.balance(every, chosen)
+        if self.replayed is not None or self.balance is not None:
+            shares = every.gather(-1, chosen)
+        if self.recorded is not None:
+            self.recorded.append(chosen)
         if self.norm_topk_prob:
             shares = shares / shares.sum(-1, keepdim=True)
         if self.load is not None:
@@ -87,11 +109,16 @@ def replace_routers(model: nn.Module) -> None:
             module.__class__ = _in_precision(kind)
 
 
+def routers_of(model: nn.Module) -> list[Router]:
+    """Return the routers that `replace_routers` has replaced, in the order of the layers."""
+    return [cast("Router", module) for module in model.modules() if isinstance(module, _RouterInPrecision)]
+
+
 class ExpertLoads:
     """How evenly the routers of a model send tokens to experts; on a device it is asked once for all layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers = [cast("Router", module) for module in model.modules() if isinstance(module, _RouterInPrecision)]
+        self._routers = routers_of(model)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:

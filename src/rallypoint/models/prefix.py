@@ -32,7 +32,7 @@ class SharedPrefixes:
     """[T] int64: index in the stream of the token computed in place of each."""
 
     @classmethod
-    def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor) -> SharedPrefixes:
+    def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor, experts: Tensor | None = None) -> SharedPrefixes:
         """Compare every row with the first one of its group.
 
         >>> offsets, tokens = torch.tensor([0, 3, 7, 9]), torch.tensor([5, 6, 7, 5, 6, 8, 9, 4, 4])
@@ -44,6 +44,7 @@ class SharedPrefixes:
             offsets: [B+1] of the rows.
             tokens: [T] int64.
             groups: [B] int64: only rows with the same number are compared.
+            experts: [T, bytes]: tokens that are to be sent to others are not the same.
         """
         lengths = offsets[1:] - offsets[:-1]
         _, group = torch.unique(groups, return_inverse=True)
@@ -55,6 +56,8 @@ class SharedPrefixes:
         twin = torch.where(within < lengths[first[row]], offsets[:-1][first[row]] + within, own)
         # A token beyond the end of the first row has no twin but itself.
         differs = (tokens != tokens[twin]) | ((twin == own) & (first[row] != row))
+        if experts is not None:
+            differs |= (experts != experts[twin]).any(1)
         num_differing = torch.cat([torch.zeros(1, dtype=torch.int64), differs.cumsum(0)])
         alike = num_differing[1:] == num_differing[offsets[:-1]][row]
         computed = ~alike | (first[row] == row)

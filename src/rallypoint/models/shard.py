@@ -23,6 +23,7 @@ from rallypoint.models.experts import EXPERTS
 from rallypoint.models.layers import allocate_joined, replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
 from rallypoint.models.part import Part, rectangles_of
+from rallypoint.models.router_replay import take_replays
 from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
 
@@ -110,6 +111,7 @@ def build(
             trust_remote_code=trust_remote_code,
         )
     replace_layers(model)
+    take_replays(model.base_model)
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype

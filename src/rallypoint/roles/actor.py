@@ -183,7 +183,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     async def logprobs(self, batch: Sequences) -> Tensor:
         """Return the log-probability of every trained token: [T] float32; NaN where it is not finite."""
-        found = await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost)
+        found = await per_token(self._group, ActorWorker.logprobs, batch, self._attention_cost, replays=True)
         return found.masked_fill(found.isinf(), math.nan)  # the ratio to an infinite one could be clipped
 
     async def likeliest(self, batch: Sequences, num: int) -> Tensor:

@@ -54,6 +54,11 @@ class CriticWorker(ValueWorker[CriticBatch]):
         if "critic" in spec.config.sleeping:
             self.lease.sleep_between(self.engine)
 
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Zero: the key is the actor's."""
+        return 0.0
+
     @shard
     @with_lease()
     def values(self, parts: list[Sequences]) -> list[PerToken]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rallypoint.cluster import WorkerGroup
 from rallypoint.data.packing import balance_groups, row_costs
 from rallypoint.engine import TrainingEngine, likeliest_tokens
-from rallypoint.types import PerToken, Sequences
+from rallypoint.types import PerToken, PolicySequences, Sequences
 
 WorkerT = TypeVar("WorkerT")
 BatchT = TypeVar("BatchT", bound=Sequences)
@@ -56,6 +56,7 @@ async def per_token(
     batch: Sequences,
     attention_cost: float,
     *args: object,
+    replays: bool = False,
 ) -> Tensor:
     """Have the ranks of a group compute numbers for every token of a batch: [T, ...] float32, in the batch's own order.
 
@@ -65,6 +66,7 @@ async def per_token(
         batch: any rows; only what a forward pass needs is sent.
         attention_cost: see `row_costs`.
         *args: further arguments of the method, the same for all ranks.
+        replays: whether the group is the policy, which sends tokens to the experts that its sampler chose.
     """
-    parts, place = deal(batch.bare(), group.mesh.num_parts, attention_cost)
+    parts, place = deal(batch.widen(PolicySequences if replays else Sequences), group.mesh.num_parts, attention_cost)
     return PerToken.join(await group.kept(lambda: group.call(method, parts, *args))).rows(place).values

@@ -42,6 +42,7 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
         on_load=rollout.on_load,
         decode=decode,
         keeps_memory=keeps_memory(config),
+        records_experts=rollout.router_replay,
     )
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from rallypoint.algorithms import Denominator, LossFunction, LossInputs, TokenOutputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
 from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
-from rallypoint.engine import TrainingEngine, choosing_tokens, optimizer_tensors, restore_optimizer, trained_positions
+from rallypoint.engine import (
+    TokenStream,
+    TrainingEngine,
+    choosing_tokens,
+    optimizer_tensors,
+    restore_optimizer,
+    trained_positions,
+)
 from rallypoint.errors import CheckpointError, NotFiniteError, PeerFailedError
 from rallypoint.model_files import (
     DTYPES,
@@ -31,7 +38,7 @@ from rallypoint.model_files import (
     save_model,
     save_tensors,
 )
-from rallypoint.models import ModelShard, Part, SharedPrefixes, adapt_alike
+from rallypoint.models import LoadBalancing, ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.models.experts import ExpertLoads
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
@@ -71,6 +78,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Places [N] of tokens, and their logprobs and entropies [2, N], by micro-batches of the newest first pass."""
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
         self._loads = ExpertLoads(model.model)
+        self._balancing = LoadBalancing(model.model.base_model, self.router_aux_loss_coef, model.mesh)
         self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
             optimizer=optimizer,
@@ -79,6 +87,11 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             deterministic=spec.config.engine.deterministic,
             tick=context.tick,
         )
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Factor of the loss for routers, see `LoadBalancing`."""
+        return self.config.actor.router_aux_loss_coef
 
     @abc.abstractmethod
     def forward(self, rows: Sequences, at: Tensor) -> OutputsT:
@@ -134,21 +147,28 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
 
     def _train_on(self, batches: MiniBatches[BatchT], index: int, step: int) -> Metrics:
         """Take the optimizer step of a mini-batch, or leave it out."""
-        frozen = self.num_frozen_steps
+        frozen, part = self.num_frozen_steps, batches.parts[index]
         try:
-            return self.engine.train(
-                batches.parts[index],
-                functools.partial(self._loss_of, is_on_policy=index == 0),
-                denominator=batches.denominators[index],
-                step=step - frozen,
-                num_steps=self.config.trainer.num_steps - frozen,
-            )
+            with self._balancing.over(lambda: self.engine.evaluate(part, self._route)) as imbalance:
+                metrics = self.engine.train(
+                    part,
+                    functools.partial(self._loss_of, is_on_policy=index == 0),
+                    denominator=batches.denominators[index],
+                    step=step - frozen,
+                    num_steps=self.config.trainer.num_steps - frozen,
+                )
+            measured = {} if imbalance is None else {"router_aux_loss": Mean(float(imbalance), 1.0)}
+            return merge(metrics, Metrics(measured))
         except (NotFiniteError, PeerFailedError) as error:
             if not error.is_of_update:
                 raise
             if isinstance(error, NotFiniteError):
                 self.context.say(f"step {step}: {error}")
             return Metrics({NOT_FINITE: Maximum(1.0)})
+
+    def _route(self, rows: Sequences, at: Tensor) -> Tensor:
+        """Pass rows through the model for what its routers do."""
+        return TokenStream(self.engine.shard, rows, at).states().new_zeros(len(at))
 
     def _needed_flops(self, part: BatchT) -> int:
         """Count forward and backward of some rows: a shared prompt once, and the last token of a row never."""

@@ -109,7 +109,8 @@ class StepRollouts:
     @property
     def num_bytes(self) -> int:
         """Bytes of the fields that grow with tokens, about."""
-        return self.rows.num_tokens * 56 + 2 * sum(map(len, self.texts))
+        experts = 0 if self.rows.experts is None else self.rows.experts.numel()
+        return self.rows.num_tokens * 56 + experts + 2 * sum(map(len, self.texts))
 
     def table(self, step: int) -> pa.Table:
         """Return a row for each rollout, with the columns of docs/tracking.md."""
@@ -154,6 +155,7 @@ class StepRollouts:
             "rollout_logprobs": _lists(rows.rollout_logprobs, rows, floats),
             "sampled_logprobs": _lists(rows.sampled_logprobs, rows, floats),
             "token_versions": _lists(rows.token_versions, rows, pa.int64()),
+            "experts": each(lambda row: _experts(rows, row), pa.large_binary()),
             "turn_states": _lists(rows.turn_states, rows, pa.int64()),
         }
         where = pa.array([place.get(row) for row in range(len(rows))], pa.int64())
@@ -255,6 +257,13 @@ def _lists(values: Tensor | None, batch: Sequences, kind: pa.DataType, *, of_pro
     where = is_response != of_prompt
     ends = np.concatenate(([0], where.cumsum()))[offsets]
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()[where], kind))
+
+
+def _experts(rows: RolloutBatch, row: int) -> bytes | None:
+    """Return what a row has in `PolicySequences.experts`, of all its tokens end to end."""
+    if rows.experts is None:
+        return None
+    return rows.experts[int(rows.offsets[row]) : int(rows.offsets[row + 1])].numpy().tobytes()
 
 
 def _writable(text: str) -> str:

@@ -95,7 +95,9 @@ class Calls:
         """
         number = len(self.turns)
         parent = None if call.parent == number - 1 else call.parent
-        turn = dataclasses.replace(turn, prompt=call.tokens[call.start :], parent=parent)
+        prompt = call.tokens[call.start :]
+        experts = turn.prompt_experts[call.start * turn.num_expert_bytes :]
+        turn = dataclasses.replace(turn, prompt=prompt, prompt_experts=experts, parent=parent)
         self.turns.append(turn)
         self._ended.append(dataclasses.replace(call, tokens=()))
         self._hashers[number] = _updated(call.hasher, turn.response)

@@ -18,6 +18,7 @@ A run with two steps done samples ahead, is killed, and goes on after the first;
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Collection, Sequence
@@ -158,7 +159,7 @@ def _written(kept: KeptGroup) -> str:
         _fields(one) | {"turns": [_fields(turn) for turn in one.turns]} if isinstance(one, Trajectory) else _fields(one)
         for one in kept.rollouts
     ]
-    return json.dumps({"after": kept.after, "rollouts": rollouts})
+    return json.dumps({"after": kept.after, "rollouts": rollouts}, default=lambda data: base64.b64encode(data).decode())
 
 
 def _read(text: str) -> KeptGroup:
@@ -169,8 +170,13 @@ def _read(text: str) -> KeptGroup:
 def _found(values: dict[str, Any]) -> Found:
     if "turns" not in values:
         return RolloutFailure(**values)
-    turns = tuple(Turn(**{name: _as_tuple(value) for name, value in turn.items()}) for turn in values.pop("turns"))
+    turns = tuple(_turn(turn) for turn in values.pop("turns"))
     return Trajectory(turns=turns, rewards=_as_tuple(values.pop("rewards")), **values)
+
+
+def _turn(values: dict[str, Any]) -> Turn:
+    experts: dict[str, Any] = {name: base64.b64decode(values[name]) for name in ("experts", "prompt_experts")}
+    return Turn(**{name: _as_tuple(value) for name, value in values.items()} | experts)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -219,8 +219,14 @@ def rows_of(recorded: Sequence[Row]) -> RolloutBatch:
         return torch.tensor([value for row in values for value in row], dtype=kind)
 
     def of_some(column: str, kind: torch.dtype) -> Tensor | None:
-        has = all(row.get(column) is not None for row in recorded)
-        return of_tokens(column, kind) if has else None
+        return of_tokens(column, kind) if has(column) else None
+
+    def has(column: str) -> bool:
+        return all(row.get(column) is not None for row in recorded)
+
+    def experts() -> Tensor:
+        data = b"".join(row["experts"] for row in recorded)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(sum(map(len, tokens)), -1)
 
     tokens = [[*row["prompt_ids"], *row["response_ids"]] for row in recorded]
     return RolloutBatch(
@@ -236,6 +242,7 @@ def rows_of(recorded: Sequence[Row]) -> RolloutBatch:
         sampled_logprobs=of_some("sampled_logprobs", torch.float32),
         token_versions=of_some("token_versions", torch.int64),
         turn_states=of_some("turn_states", torch.int64),
+        experts=experts() if has("experts") else None,
     )
 
 

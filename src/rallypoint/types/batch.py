@@ -155,7 +155,16 @@ class PerToken(Carrier):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutBatch(Sequences):
+class PolicySequences(Sequences):
+    """What a forward pass of the policy itself needs."""
+
+    experts: Tensor | None = per_token(optional=True, columns=True, fill=True)
+    """[T, bytes] uint8: experts that the sampler chose for the token before each, in every layer of a mixture, see
+    `rallypoint.models.router_replay`; zeros where it is up to the policy. None where all of it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch(PolicySequences):
     """Sampled trajectories; the rollouts of a prompt are neighbours."""
 
     rollout_logprobs: Tensor = per_token()
@@ -251,7 +260,7 @@ class ValuedBatch(JudgedBatch):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ActorBatch(Sequences):
+class ActorBatch(PolicySequences):
     """What the actor learns from."""
 
     rollout_logprobs: Tensor = per_token()

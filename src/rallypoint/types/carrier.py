@@ -185,8 +185,9 @@ class Carrier:
             values = [cast("Tensor | None", getattr(part, name)) for part in parts]
             present = [value for value in values if value is not None]
             if present and name in cls._filled():
-                parts_of = zip(parts, values, strict=True)
-                present = [present[0].new_zeros(part.num_tokens) if x is None else x for part, x in parts_of]
+                parts_of, like = zip(parts, values, strict=True), present[0]
+                sizes = like.shape[1:]
+                present = [like.new_zeros(part.num_tokens, *sizes) if x is None else x for part, x in parts_of]
             joined[name] = torch.cat(present) if present else None
         return dataclasses.replace(parts[0], **joined)
 

@@ -54,6 +54,10 @@ class Turn:
     """Log-probabilities of the response by the model as trained."""
     sampled_logprobs: tuple[float, ...]
     """Log-probabilities of the response by the distribution that was drawn from."""
+    experts: bytes = b""
+    """Experts that chose each token of the response, see `PolicySequences.experts`; empty if they were not recorded."""
+    prompt_experts: bytes = b""
+    """Those of each token of the prompt."""
     version: int
     """Version of the oldest weights that sampled a token of the response."""
     spans: tuple[tuple[int, int], ...] = ()
@@ -68,6 +72,11 @@ class Turn:
     """Role and text of each message in `prompt`; empty if it was given as tokens."""
     state: str | None = None
     """The state of the environment in which it began; None: what was said before it, or else `prompt`."""
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Bytes of `experts` of each token."""
+        return len(self.experts) // max(1, len(self.response))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +180,7 @@ def assemble(
         tokens=_tensor(tokens, np.int64),
         loss_mask=mask,
         sequence_starts=torch.zeros_like(mask).index_fill_(0, torch.tensor(starts), True) if starts else None,
+        experts=_experts([turn for turn, _, _ in places]),
         rollout_logprobs=aligned(lambda turn: turn.logprobs),
         sampled_logprobs=aligned(lambda turn: turn.sampled_logprobs) if is_narrowed else None,
         prompt_index=_tensor([prompt_index] * len(trajectories), np.int64),
@@ -192,6 +202,17 @@ def _versions(turn: Turn) -> list[int]:
     """Return the version of each token of a response."""
     spans = turn.spans or ((turn.version, len(turn.response)),)
     return [version for version, length in spans for _ in range(length)]
+
+
+def _experts(turns: Sequence[Turn]) -> torch.Tensor | None:
+    """Return the experts of all tokens of turns, [T, bytes], zeros where they were not recorded; None if none were."""
+    size = max((turn.num_expert_bytes for turn in turns), default=0)
+    if not size:
+        return None
+    halves = (((turn.prompt, turn.prompt_experts), (turn.response, turn.experts)) for turn in turns)
+    parts = chain.from_iterable(halves)
+    found = b"".join(experts.rjust(len(tokens) * size, b"\0") for tokens, experts in parts)
+    return torch.frombuffer(bytearray(found), dtype=torch.uint8).view(-1, size)
 
 
 def _states(turn: Turn) -> list[int]:

@@ -273,6 +273,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
             "of type qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
         ),
     ),
+    "fit: an engine that does not say which experts it chose": (
+        "model.create.architecture=qwen3_moe rollout.router_replay=true rollout.engine=hf",
+        ("rollout.engine='hf' does not say which experts it chose; expected rollout.engine=native",),
+    ),
+    "fit: no experts to choose again, or to balance": (
+        "rollout.router_replay=true actor.router_aux_loss_coef=0.01",
+        (
+            "rollout.router_replay=true: models of type 'llama' have no experts",
+            "actor.router_aux_loss_coef=0.01: models of type 'llama' have no experts",
+            "those of type qwen3_moe, qwen3_next have. Leave it out",
+        ),
+    ),
     "fit: mesh and ranks": (
         "actor.mesh.tp=3",
         ("actor.mesh: tp=3 makes 3 ranks, but the role has 2", "whose product divides 2"),

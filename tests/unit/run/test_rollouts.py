@@ -113,6 +113,7 @@ def test_a_row_has_all_that_is_known_of_a_rollout(tmp_path: Path):
         "rollout_logprobs": [-0.5, -0.25],
         "sampled_logprobs": None,
         "token_versions": None,
+        "experts": None,
         "turn_states": None,
         "token_rewards": [0.0, 1.0],
         "old_logprobs": None,

@@ -1,5 +1,6 @@
 """The tree of a rollout's calls: what each continues, its random numbers, and which of them count."""
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -8,7 +9,7 @@ import tracemalloc
 import pytest
 
 from rallypoint.sampling.calls import Calls
-from rallypoint.types import ROOT, Trajectory, Turn, assemble
+from rallypoint.types import ROOT, RolloutBatch, Trajectory, Turn, assemble
 
 PROMPT = (5, 6)
 
@@ -164,3 +165,24 @@ def test_what_calls_keep_grows_with_their_tokens_and_not_with_their_square():
         return found
 
     assert kept_bytes(200) < 2.5 * kept_bytes(100)
+
+
+def test_every_token_of_a_tree_has_the_experts_that_chose_it_and_what_an_earlier_turn_has_sampled_keeps_its_own():
+    """A prompt of an engine has those of all its tokens, of which a turn keeps those of its own."""
+    calls = Calls(PROMPT)
+
+    def ended(tokens, response, experts, prompt_experts):
+        turn = dataclasses.replace(turn_of(response), experts=experts, prompt_experts=prompt_experts)
+        return calls.end(calls.begin(tokens), turn)
+
+    ended(PROMPT, (7, 8), b"AaBb", b"\0\0Cc")
+    second = ended((5, 6, 7, 8, 9), (4,), b"Dd", b"\0\0xxyyzzEe")
+    ended((5, 6, 1), (3,), b"", b"")
+    assert (second.prompt, second.prompt_experts) == ((9,), b"Ee")
+    batch = assemble([Trajectory(turns=calls.kept())], prompt_index=0, sample_index=[0], is_narrowed=False)
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 4, 5, 6, 1, 3]
+    assert batch.experts.numpy().tobytes() == b"\0\0CcAaBbEeDd" + bytes(8)
+    assert batch.by_sequence().experts.shape == (10, 2)
+    without = dataclasses.replace(batch, experts=None)
+    assert RolloutBatch.join([without, batch]).experts.tolist() == [[0, 0]] * 10 + batch.experts.tolist()
+    assert batch.padded(12).experts[10:].tolist() == [[0, 0]] * 2

@@ -12,7 +12,8 @@ from rallypoint.sampling.kept import KeptGroups
 from rallypoint.types import Trajectory, Turn
 
 FIRST = Turn(prompt=(5, 6), response=(7, 8), logprobs=(-0.1, -1e-9), sampled_logprobs=(-0.2, -3.0), version=2,
-             spans=((2, 1), (4, 1)), truncated=False, said=(("user", "über\ud800"),), state="s")  # fmt: skip
+             spans=((2, 1), (4, 1)), truncated=False, said=(("user", "über\ud800"),), state="s",
+             experts=b"\x01\xff\x00\x7f", prompt_experts=b"\x00\x00\x80\x02")  # fmt: skip
 LAST = Turn(prompt=(9,), response=(4,), logprobs=(-2.5,), sampled_logprobs=(-2.5,), version=4, truncated=True,
             limit="row", parent=-1)  # fmt: skip
 WHOLE = Trajectory(turns=(FIRST, LAST), rewards=(0.5, 1.0), metrics={"tries": 2.0}, own_s=0.25, num_tool_calls=1)

@@ -40,6 +40,9 @@ class ActorConfig(Section):
     num_epochs: int = key(1, at_least=1, at_most=100, help="Passes over the rollouts of a step.")
     num_mini_batches: int = key(1, at_least=1, help="Optimizer steps per pass.")
     entropy_coef: float = key(0.0, at_least=-1, at_most=1, help="Weight of the entropy bonus in the loss.")
+    router_aux_loss_coef: float = key(
+        0.0, at_least=0, at_most=1, hidden=True, help="Weight of a mixture's load-balancing loss (docs/engine.md)."
+    )
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")

@@ -91,6 +91,11 @@ class RolloutConfig(Section):
         False,
         help="Whether logits are bit-identical whatever else is in the batch (docs/rollouts.md); several times slower.",
     )
+    router_replay: bool = key(
+        False,
+        hidden=True,
+        help="Training sends the tokens of a mixture to the experts that they were sampled with (docs/rollouts.md).",
+    )
     max_batch_rows: int = key(
         1024,
         at_least=1,

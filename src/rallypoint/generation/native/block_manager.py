@@ -25,7 +25,7 @@ Integers = npt.NDArray[np.int64]
 class Block:
     """Some consecutive tokens of one sequence, or of several that begin alike."""
 
-    __slots__ = ("index", "last_state", "num_users", "parent", "snapshot", "tokens")
+    __slots__ = ("experts", "index", "last_state", "num_users", "parent", "snapshot", "tokens")
 
     def __init__(self, index: int, parent: Block | None = None, tokens: tuple[int, ...] = ()) -> None:
         self.index = index
@@ -38,6 +38,8 @@ class Block:
         """[E]: the hidden state of its last token, if a prompt ends here."""
         self.snapshot: DeltaStates | None = None
         """States of all layers of linear attention behind its last token, [layers, ...] both; see `recurrent`."""
+        self.experts: list[bytes] = []
+        """Experts of each token of a prompt, if they are recorded."""
 
 
 class BlockManager:

@@ -32,12 +32,12 @@ from rallypoint.generation.native.block_manager import BlockManager
 from rallypoint.generation.native.cpu.backend import CPUBackend, ExactBackend
 from rallypoint.generation.native.decoder import is_recurrent
 from rallypoint.generation.native.kv_cache import CacheSize
-from rallypoint.generation.native.model_runner import Backend, ModelRunner
+from rallypoint.generation.native.model_runner import Backend, ModelRunner, SampledStep
+from rallypoint.generation.native.recording_decoder import RecordingDecoder
 from rallypoint.generation.native.scheduler import Scheduler
 from rallypoint.generation.native.sequence import Sequence
 from rallypoint.generation.protocol import Output, Request, is_whole, refuse_unless
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
-from rallypoint.generation.sampler import SampledTokens
 
 _LEAST_CACHE_TOKENS = 2 * BLOCK_TOKENS
 """A prompt and its response begin a block each."""
@@ -58,6 +58,7 @@ class NativeEngine:
         version: int = 0,
         keeps_memory: bool = False,
         backend: Backend | None = None,
+        records_experts: bool = False,
     ) -> None:
         """Sample from a model that `load_policy` made.
 
@@ -71,6 +72,7 @@ class NativeEngine:
             version: of the model's weights.
             keeps_memory: whether the cache and captured graphs stay while the engine sleeps.
             backend: how the model runs; None: as the model's device and the mode want it.
+            records_experts: whether outputs have the experts that tokens of a mixture were sent to.
 
         Raises:
             ValueError: one of these is out of its range.
@@ -89,7 +91,10 @@ class NativeEngine:
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
         self._scheduler = Scheduler(max_rows)
-        self._runner = ModelRunner(backend or _backend_for(model, mode), size, max_rows)
+        backend = backend or _backend_for(model, mode)
+        if records_experts:
+            backend.decoder = RecordingDecoder(model)
+        self._runner = ModelRunner(backend, size, max_rows)
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
         self._next_id = 0
         self._arrived: list[Sequence] = []
@@ -187,7 +192,7 @@ class NativeEngine:
         if not scheduler.num_steps:
             self._make_batches(1 if new else BLOCK_TOKENS)
             new = [sequence for sequence in new if sequence.is_running]  # one may have been preempted
-        sampled: list[tuple[abc.Sequence[Sequence], SampledTokens]] = []
+        sampled: list[tuple[abc.Sequence[Sequence], SampledStep]] = []
         if scheduler.num_steps:
             sampled += runner.decode(scheduler.running, scheduler.num_steps)
             scheduler.num_steps -= 1
@@ -218,14 +223,16 @@ class NativeEngine:
         assert self._runner.cache is not None, "sequences run"
         self._runner.cache.zero(self._scheduler.blocks.take_new())
 
-    def _append(self, sequences: abc.Sequence[Sequence], sampled: SampledTokens) -> list[Output]:
+    def _append(self, sequences: abc.Sequence[Sequence], step: SampledStep) -> list[Output]:
         """Give sequences their tokens, end those that are done, and return what is new."""
+        sampled = step.sampled
         tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
         is_plain = sampled.sampled_logprobs is sampled.logprobs
         sampled_logprobs = logprobs if is_plain else sampled.sampled_logprobs.tolist()
         outputs: list[Output] = []
         ended: list[Sequence] = []
-        for sequence, token, *both in zip(sequences, tokens, logprobs, sampled_logprobs, strict=True):
+        experts = step.experts or [None] * len(tokens)
+        for sequence, token, *both, chose in zip(sequences, tokens, logprobs, sampled_logprobs, experts, strict=True):
             if not sequence.is_running:  # it has ended while its batch goes on
                 continue
             if math.isnan(both[0]):
@@ -233,7 +240,7 @@ class NativeEngine:
                 outputs.append(sequence.output(self.version, "failed", error))
                 ended.append(sequence)
                 continue
-            reason = sequence.append(token, *both)
+            reason = sequence.append(token, *both, chose)
             if reason is not None:
                 ended.append(sequence)
                 self._scheduler.note_length(len(sequence.tokens))

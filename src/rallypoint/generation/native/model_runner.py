@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from rallypoint.cpu.threads import Lanes
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockTables
 from rallypoint.generation.native.decoder import Decoder, DecoderRows
 from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShapes
+from rallypoint.generation.native.recording_decoder import RecordingDecoder
 from rallypoint.generation.native.recurrent import RecurrentStates, in_turns
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
 from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
@@ -95,6 +96,14 @@ class Backend(Protocol):
         ...
 
 
+class SampledStep(NamedTuple):
+    """One token of each of B sequences."""
+
+    sampled: SampledTokens
+    experts: abc.Sequence[bytes] = ()
+    """Experts that chose each token, see `rallypoint.models.router_replay`: [B]; nothing if they are not recorded."""
+
+
 class DecodeBatch:
     """Sequences that decode together for some steps, those that have ended meanwhile included."""
 
@@ -112,8 +121,16 @@ class DecodeBatch:
         is_streamed = any(sequence.request.streamed for sequence in self.sequences)
         return self._backend.max_steps if self._sampler.is_stateless and not is_streamed else 1
 
-    def decode(self, num_steps: int) -> list[SampledTokens]:
+    def decode(self, num_steps: int) -> list[SampledStep]:
         """Send the newest token of every sequence through the model and sample the next one, so many times."""
+        found = self._decode(num_steps)
+        decoder = self._backend.decoder
+        if isinstance(decoder, RecordingDecoder):
+            chosen = decoder.take(len(self.sequences))
+            return [SampledStep(*step) for step in zip(found, chosen, strict=True)]
+        return [SampledStep(step) for step in found]
+
+    def _decode(self, num_steps: int) -> list[SampledTokens]:
         sampler, backend = self._sampler, self._backend
         if num_steps >= backend.min_steps and sampler.is_stateless:
             return backend.decode_steps(self._attention, sampler.metadata, sampler.numbers(num_steps))
@@ -136,7 +153,7 @@ class ModelRunner:
         self._lanes = Lanes(backend.decoder.model.device)
         self._batches: list[DecodeBatch] = []
         self._num_threads_each: int | None = None
-        self._ahead: deque[tuple[SampledTokens, ...]] = deque()
+        self._ahead: deque[tuple[SampledStep, ...]] = deque()
         """Tokens of the next steps, of all batches."""
 
     @property
@@ -183,6 +200,7 @@ class ModelRunner:
         parts = deal_out(chunks, num)
         jobs = [partial(self._backend.prefill, cache, part) for part in parts]
         for part, states in zip(parts, self._lanes.run(jobs, num_threads), strict=True):
+            self._record(part)
             for chunk, wanted in zip(part, states, strict=True):
                 block = chunk.slots[-1][0]
                 if block.tokens:
@@ -192,21 +210,35 @@ class ModelRunner:
                     said = prompt_logprobs(wanted, chunk.tokens, self._backend.logits, num, num_ids=num_ids)
                     sequence.prompt_logprobs = said
 
-    def sample_first(self, sequences: abc.Sequence[Sequence]) -> list[tuple[abc.Sequence[Sequence], SampledTokens]]:
+    def _record(self, chunks: abc.Sequence[PrefillChunk]) -> None:
+        """Give blocks of prompts the experts of their tokens, if they are recorded."""
+        if not isinstance(self._backend.decoder, RecordingDecoder):
+            return
+        (chosen,) = self._backend.decoder.take(sum(len(chunk.tokens) for chunk in chunks))
+        for block in {block for chunk in chunks for block, _ in chunk.slots}:
+            block.experts = []  # one that is computed again
+        for (block, _), experts in zip([slot for chunk in chunks for slot in chunk.slots], chosen, strict=True):
+            if block.tokens:
+                block.experts.append(experts)
+
+    def sample_first(self, sequences: abc.Sequence[Sequence]) -> list[tuple[abc.Sequence[Sequence], SampledStep]]:
         """Sample the first token of sequences whose prompts have been computed; return parts, with their tokens."""
         num, num_threads = self._backend.parts(len(sequences), self._lanes.num)
         parts = [sequences[first::num] for first in range(num)]
         sampled = self._lanes.run([partial(self._sample_first, part) for part in parts], num_threads)
         return list(zip(parts, sampled, strict=True))
 
-    def _sample_first(self, sequences: abc.Sequence[Sequence]) -> SampledTokens:
+    def _sample_first(self, sequences: abc.Sequence[Sequence]) -> SampledStep:
         states: list[Tensor] = []
         for sequence in sequences:
             state = sequence.prompt_blocks[-1].last_state
             assert state is not None, "prompts are prefilled first"
             states.append(state)
+            sequence.prompt_experts = [experts for block in sequence.prompt_blocks for experts in block.experts]
         logits = self._backend.logits(torch.stack(states))
-        return Sampler([(sequence.request, sequence.tokens) for sequence in sequences], logits.device).sample(logits)
+        rows = [(sequence.request, sequence.tokens) for sequence in sequences]
+        experts = [one.prompt_experts[-1] for one in sequences if one.prompt_experts]
+        return SampledStep(Sampler(rows, logits.device).sample(logits), experts)
 
     def make_batches(self, sequences: abc.Sequence[Sequence], tables: BlockTables, num_steps: int) -> None:
         """Make batches of sequences that have tokens, to decode so many steps, instead of those there are."""
@@ -238,7 +270,7 @@ class ModelRunner:
 
     def decode(
         self, running: abc.Iterable[Sequence], num_steps_left: int
-    ) -> list[tuple[abc.Sequence[Sequence], SampledTokens]]:
+    ) -> list[tuple[abc.Sequence[Sequence], SampledStep]]:
         """Return the next token of every sequence, batch by batch; if it pays, more steps are sampled with it."""
         if not self._ahead:
             most = min(num_steps_left, *(batch.max_steps for batch in self._batches))
@@ -251,6 +283,8 @@ class ModelRunner:
         """Drop the batches, and the tokens that were sampled ahead."""
         self._batches = []
         self._ahead.clear()
+        if isinstance(self._backend.decoder, RecordingDecoder):
+            self._backend.decoder.forget()
 
 
 def deal_out(chunks: abc.Sequence[PrefillChunk], num_parts: int) -> list[abc.Sequence[PrefillChunk]]:

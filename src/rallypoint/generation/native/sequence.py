@@ -21,6 +21,10 @@ class Sequence:
         """The response; all but the newest token have keys and values while the sequence runs."""
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
+        self.experts: list[bytes] = []
+        """Experts that chose each token of the response; empty if they are not recorded."""
+        self.prompt_experts: list[bytes] = []
+        """Those of each token of the prompt itself."""
         self.prompt_logprobs: PromptLogprobs | None = None
         self.num_delivered = 0
         """Tokens that outputs have returned."""
@@ -32,6 +36,11 @@ class Sequence:
         """Whether its recurrent states, if the model has any, are in that line."""
         may_stop = request.params.stop_tokens or request.params.stop_strings
         self.stop_checker = StopChecker(request.params, decode) if may_stop else None
+
+    @property
+    def _chose_prompt(self) -> list[bytes]:
+        """Experts that chose each token of the prompt: those of the one before it."""
+        return [bytes(len(last)) for last in self.prompt_experts[-1:]] + self.prompt_experts[:-1]
 
     @property
     def is_running(self) -> bool:
@@ -61,8 +70,12 @@ class Sequence:
         fits = len(self.own_blocks) * BLOCK_TOKENS - num_stored
         return BLOCK_TOKENS if len(self.tokens) + fits >= self.max_new_tokens else fits
 
-    def append(self, token: int, logprob: float, sampled_logprob: float) -> FinishReason | None:
+    def append(
+        self, token: int, logprob: float, sampled_logprob: float, experts: bytes | None = None
+    ) -> FinishReason | None:
         """Add a token, and return why the response ends with it; None if it goes on."""
+        if experts is not None:
+            self.experts.append(experts)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)
@@ -79,6 +92,8 @@ class Sequence:
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             sampled_logprobs=tuple(self.sampled_logprobs[new]),
+            experts=b"".join(self.experts[new]),
+            prompt_experts=b"".join(self._chose_prompt) if reason is not None else b"",
             version=version,
             finish_reason=reason,
             error=error,

@@ -1,0 +1,140 @@
+"""A loss for mixtures that is least when the experts of each layer get equal shares of the tokens.
+
+Switch Transformers (arXiv 2101.03961, equations 4 to 6), for k experts of a token. A layer has X experts, T tokens:
+
+    loss = X * sum over experts x of f[x] * P[x]
+
+    f[x]    tokens that were sent to expert x, divided by T; together they are k
+    P[x]    mean of the router's probability of x over all tokens: a gradient flows through this factor alone
+
+That is `load_balancing_loss_func` of transformers for one layer; layers are averaged. (transformers takes all layers
+together, so that an expert with too few tokens makes up for one of another layer.) With equal shares it is k.
+
+T is all tokens of an optimizer step, of all ranks, as if each row were computed alone (global-batch balance, arXiv
+2501.11873). So f is counted in a pass of its own, whatever the cut into micro-batches. Once it is known, the loss is a
+sum over tokens, whose gradient each router adds to that of its probabilities:
+
+    d loss / d probability of x for a token = X * f[x] / (layers * T)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from rallypoint.errors import ModelError
+from rallypoint.models.experts import routers_of
+from rallypoint.parallel import DeviceMesh
+
+
+class LoadBalancing:
+    """The loss for the routers of a model.
+
+    Args of the constructor:
+        base: the model without its head; a mixture, if the coefficient is not 0.
+        coef: factor of the loss; 0 for none.
+        mesh: the ranks that compute an optimizer step together.
+    """
+
+    def __init__(self, base: nn.Module, coef: float, mesh: DeviceMesh) -> None:
+        self._coef, self._mesh, self._routers = coef, mesh, routers_of(base) if coef else []
+        self._weights: Tensor | None = None
+        """[T] float64: weight of each token in the pass under way; None outside of `over`."""
+        self._is_on = False
+        if not coef:
+            return
+        if not self._routers:
+            raise ModelError(
+                f"{type(base).__name__} has no experts whose loads could be balanced; leave out "
+                "actor.router_aux_loss_coef"
+            )
+        base.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, base: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        del base, args
+        self._weights = options["rows"].token_weights if self._is_on else None
+
+    @contextlib.contextmanager
+    def over(self, route: Callable[[], object]) -> Iterator[Tensor | None]:
+        """Add the loss to all gradients in the block; yield its value before the coefficient, None without one.
+
+        Args:
+            route: passes all tokens of this rank's share of an optimizer step through the model once.
+        """
+        if not self._routers:
+            yield None
+            return
+        self._is_on = True
+        try:
+            size, device = (2, self._routers[0].weight.shape[0]), self._routers[0].weight.device
+            counted = [_Counted(self, torch.zeros(size, dtype=torch.float64, device=device)) for _ in self._routers]
+            for router, balance in zip(self._routers, counted, strict=True):
+                router.balance = balance
+            route()
+            sums = torch.stack([one.sums for one in counted])
+            self._mesh.everyone.all_reduce_sum([sums])
+            sums /= self._mesh.tp.size  # whose ranks have the same tokens
+            num_experts, num_tokens = sums.shape[2], sums[0, 0].sum() / self._routers[0].top_k
+            sent, probability = (sums / num_tokens).unbind(1)
+            slopes = sent * (self._coef * num_experts / (len(sums) * num_tokens))
+            for router, slope in zip(self._routers, slopes, strict=True):
+                router.balance = _Pulled(self, slope)
+            yield num_experts * (sent * probability).sum(1).mean()
+        finally:
+            self._is_on = False
+            for router in self._routers:
+                router.balance = None
+
+    @property
+    def weights(self) -> Tensor:
+        """[T, 1] of the pass under way."""
+        assert self._weights is not None, "a pass has begun in `over`"
+        return self._weights.unsqueeze(1)
+
+
+class _Counted:
+    """Adds up what the loss needs of one router."""
+
+    def __init__(self, of: LoadBalancing, sums: Tensor) -> None:
+        self._of, self.sums = of, sums
+        """[2, X] float64: tokens sent to each expert, and its probabilities."""
+
+    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
+        """See `rallypoint.models.experts.Balance`."""
+        weights = self._of.weights
+        sent = torch.zeros_like(shares, dtype=weights.dtype).scatter_add(1, chosen, weights.expand(chosen.shape))
+        self.sums += torch.stack([sent.sum(0), (shares * weights).sum(0)])
+        return shares
+
+
+class _Pulled:
+    """Adds the gradient of the loss to that of one router's probabilities."""
+
+    def __init__(self, of: LoadBalancing, slope: Tensor) -> None:
+        self._of, self._slope = of, slope
+
+    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
+        """See `rallypoint.models.experts.Balance`."""
+        del chosen
+        return _AddGradient.apply(shares, (self._of.weights * self._slope).to(shares))
+
+
+class _Context(FunctionCtx):
+    added: Tensor
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, shares: Tensor, added: Tensor) -> Tensor:
+        ctx.added = added
+        return shares.view_as(shares)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return grad + ctx.added, None
