@@ -240,7 +240,7 @@ class NativeEngine:
                 outputs.append(sequence.output(self.version, "failed", error))
                 ended.append(sequence)
                 continue
-            reason = sequence.append(token, *both, chose)
+            reason = sequence.append(token, both[0], both[1], chose)
             if reason is not None:
                 ended.append(sequence)
                 self._scheduler.note_length(len(sequence.tokens))
