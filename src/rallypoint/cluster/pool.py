@@ -20,6 +20,7 @@ kept:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -322,15 +323,10 @@ class ResourcePoolManager:
             PlacementError: a pool has no place; processes of others that have no role yet are ended.
         """
         starting = [asyncio.ensure_future(runtime.processes(pool)) for pool in self._used]
-        try:
+        with contextlib.ExitStack() as unless_all_start:
+            unless_all_start.callback(_end_idle, starting)
             await asyncio.gather(*starting)
-        except BaseException:
-            for pool in starting:
-                if pool.done() and not pool.cancelled() and pool.exception() is None:
-                    for process in pool.result():
-                        if not process.roles:
-                            process.end()
-            raise
+            unless_all_start.pop_all()
 
     @property
     def _used(self) -> list[Pool]:
@@ -339,6 +335,14 @@ class ResourcePoolManager:
     async def processes(self, runtime: Runtime, role: str) -> Sequence[Process]:
         """Return the processes of a role, in rank order."""
         return await runtime.processes(self.pool(role))
+
+
+def _end_idle(starting: Iterable[asyncio.Future[Sequence[Process]]]) -> None:
+    """End the processes without a role of the pools that have started."""
+    there = [pool.result() for pool in starting if pool.done() and not pool.cancelled() and pool.exception() is None]
+    for process in itertools.chain.from_iterable(there):
+        if not process.roles:
+            process.end()
 
 
 def _named(name: str, pool: Pool | Sequence[int]) -> Pool:
