@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -75,7 +75,8 @@ def _language_model(config: PreTrainedConfig, changes: Mapping[str, Any]) -> Pre
     if text is config or family is None or family.within != config.model_type:
         return config
     tied = text.tie_word_embeddings or config.tie_word_embeddings
-    text.update({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__], "tie_word_embeddings": tied})
+    kind = cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
+    text.update({"architectures": [kind.__name__], "tie_word_embeddings": tied})
     text.update(dict(changes))
     return text
 

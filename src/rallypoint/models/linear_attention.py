@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         places: _Places = ctx.places
         return functional.embedding_bag(places.copies, grad.contiguous(), places.starts, mode="sum"), None
 

@@ -233,9 +233,8 @@ class Decoder:
 def run_own_code(model: PreTrainedModel, rows: DecoderRows) -> Tensor:
     """Send tokens through a model by its own code: [B] -> [B, E]."""
     tokens, places = rows.tokens.unsqueeze(0), rows.position_ids
-    if is_recurrent(model):
-        rows = ByKind(rows, kinds_of_layers(model))
-    return model.base_model(input_ids=tokens, position_ids=places, use_cache=False, rows=rows).last_hidden_state[0]
+    seen = ByKind(rows, kinds_of_layers(model)) if is_recurrent(model) else rows
+    return model.base_model(input_ids=tokens, position_ids=places, use_cache=False, rows=seen).last_hidden_state[0]
 
 
 class _Rotary(Protocol):

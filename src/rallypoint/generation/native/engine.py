@@ -30,10 +30,10 @@ from rallypoint.errors import ModelError, RequestError
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.block_manager import BlockManager
 from rallypoint.generation.native.cpu.backend import CPUBackend, ExactBackend
-from rallypoint.generation.native.decoder import is_recurrent
 from rallypoint.generation.native.kv_cache import CacheSize
 from rallypoint.generation.native.model_runner import Backend, ModelRunner, SampledStep
 from rallypoint.generation.native.recording_decoder import RecordingDecoder
+from rallypoint.generation.native.recurrent import is_recurrent
 from rallypoint.generation.native.scheduler import Scheduler
 from rallypoint.generation.native.sequence import Sequence
 from rallypoint.generation.protocol import Output, Request, is_whole, refuse_unless
