@@ -93,7 +93,7 @@ def test_meanings_are_broken_between_words_only_whatever_the_width(command, colu
 
 
 WHOLE = {"digits", "digits-grpo", "gsm8k-grpo", "gsm8k-ppo", "math-dapo", "math-lora", "math-opd", "code"}
-WHOLE |= {"moe-grpo", "tool-math", "search", "games"}
+WHOLE |= {"moe-grpo", "hybrid-grpo", "tool-math", "search", "games"}
 """Recipes with a model, data and a reward of their own."""
 
 
