@@ -276,8 +276,8 @@ def _read(file: Path) -> ModelShape | None:
 
 def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that the fields of a config.json tell of; None when it is not that of a plain decoder."""
-    values = values.get("text_config", values)  # of a model that sees, too
     try:
+        values = values.get("text_config", values)  # of a model that sees, too
         heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
         family = FAMILIES.get(model_type)
@@ -298,7 +298,7 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
             linear=_read_linear_attention(values),
             **_read_experts(values),
         )
-    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None
 
 

@@ -24,7 +24,7 @@ def test_one_matrix_or_two_for_embedding_and_head_is_what_the_family_means_where
 @pytest.mark.parametrize(
     "content",
     [
-        "{", "[]", "{}", '{"hidden_size": "wide"}', '{"text_config": {"hidden_size": 8}}',
+        "{", "[]", "{}", '{"text_config": []}', '{"hidden_size": "wide"}', '{"text_config": {"hidden_size": 8}}',
         '{"hidden_size": 8, "num_attention_heads": 0, "num_hidden_layers": 1, "intermediate_size": 1, "vocab_size": 1}',
     ],
 )  # fmt: skip

@@ -105,7 +105,8 @@ def test_metadata_of_single_tokens_is_that_of_block_tables():
         tables.append(taken[-1], blocks[1:])
     found = tables.metadata(np.array(taken), np.array([7, 8]), np.array([9, 10]))
     expected = AttentionMetadata.of([(7, 9, rows[0]), (8, 10, rows[1])], SIZE)
-    for name in AttentionMetadata.__slots__:
+    assert found.table_lines.tolist() == taken
+    for name in (slot for slot in AttentionMetadata.__slots__ if slot != "table_lines"):  # of `BlockTables` alone
         inside = np.arange(found.blocks.shape[1]) < found.num_blocks[:, None]
         one, other = getattr(found, name), getattr(expected, name)
         assert (np.where(inside, one, 0) == np.where(inside, other, 0)).all() if one.ndim == 2 else (one == other).all()
