@@ -47,12 +47,15 @@ class MetricsLog:
             DiskError: the disk is full or not writable; the lines are written with the next one.
         """
         match entry.event:
-            case RunBegan():
-                records = measurements([*read_journal(self._journal), entry])  # where it may not be written yet
-                self._before_s, self._began_s = (records[-1][TIME] if records else 0.0), entry.time_s
+            case RunBegan(first=first):
                 with contextlib.suppress(DiskError):
                     self.close()
-                self._file, self._unwritten = None, "".join(map(_encode, records)).encode()
+                lines = self._standing(first)
+                if lines is None:
+                    records = measurements([*read_journal(self._journal), entry])  # where it may not be written yet
+                    lines = [_encode(record).encode() for record in records]
+                self._before_s, self._began_s = (json.loads(lines[-1])[TIME] if lines else 0.0), entry.time_s
+                self._file, self._unwritten = None, b"".join(lines)
             case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
                 if taken := sorted({STEP, TIME, NOT_FINITE} & event.metrics.keys()):
                     raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
@@ -61,6 +64,19 @@ class MetricsLog:
             case _:
                 return
         self._write(is_saved=isinstance(entry.event, CheckpointSaved))
+
+    def _standing(self, first: int) -> list[bytes] | None:
+        """Return the lines that a further start in this process leaves standing; None at the first, or without them.
+
+        The journal has them, too, and takes ever longer to read.
+        """
+        if self._file is None:
+            return None
+        try:
+            lines = (self.path.read_bytes() + self._unwritten).splitlines(keepends=True)
+            return [line for line in lines if not is_superseded(json.loads(line)[STEP], first)]
+        except (OSError, ValueError, KeyError):  # somebody wrote to the file
+            return None
 
     def _write(self, *, is_saved: bool = False) -> None:
         with naming(self.path, len(self._unwritten)):

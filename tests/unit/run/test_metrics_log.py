@@ -83,6 +83,23 @@ def test_a_resumed_run_drops_what_came_later_and_its_time_goes_on(tmp_path):
     assert not (tmp_path / "metrics.jsonl.part").exists()
 
 
+def test_a_further_start_in_the_same_process_gives_the_lines_that_the_journal_would(tmp_path, monkeypatch):
+    now = [0.0]
+    with start(tmp_path, now=lambda: now[0]) as journal:
+        for step in (1, 2, 3):
+            now[0] += 10.0
+            journal.append(done(step, {"a": math.nan if step == 1 else 0.1 * step}))
+        with monkeypatch.context() as patch:
+            patch.setattr("rallypoint.run.metrics_log.read_journal", lambda path: pytest.fail("it takes ever longer"))
+            journal.append(RunBegan(first=2, config={}, software={}, machine=""))
+        now[0] += 5.0
+        journal.append(done(3, {"a": 0.5}))
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["time_s"] for line in lines.splitlines()] == [10.0, 20.0, 25.0]
+    with start(tmp_path, 3, now=lambda: now[0]):
+        assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
 @pytest.mark.parametrize("damage", [b'{"step": 2, "time_s": 3.0, "rew', b'{"step": 2, "\xc3', b"\x00\x00\n{\n", None])
 def test_a_file_that_is_torn_damaged_or_gone_is_whole_again_at_the_next_start(tmp_path, damage):
     with start(tmp_path) as journal:
