@@ -49,6 +49,8 @@ from rallypoint.weights.transports import BUCKET_BYTES
 PUBLISHED = "published"
 """Folder within that of the run, for weights that are written."""
 
+_WATCHDOG_S = 10.0
+"""Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""
 _ROOM_S = 600.0
@@ -186,10 +188,6 @@ class WrittenFolder(WeightTransport):
         rank.read(version, published)
 
 
-_PATIENCE_S = 10.0
-"""Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
-
-
 @dataclasses.dataclass(slots=True)
 class Stream(WeightTransport):
     """The actor's ranks send while those of the rollout role load, over a `Transport`."""
@@ -204,7 +202,7 @@ class Stream(WeightTransport):
     def of(cls, name: TransportName, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
-        return cls(name, checksum, config.cluster.call_timeout_s + _PATIENCE_S)
+        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`."""
