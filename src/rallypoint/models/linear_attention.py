@@ -17,7 +17,6 @@ solves; then a scan goes over the chunks of all rows side by side, the longest r
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -25,11 +24,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.families import FAMILIES
-from rallypoint.models.prefix import SharedPrefixes
+from rallypoint.models.prefix import Copies, SharedPrefixes
 from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows
 from rallypoint.parallel.transfer import sent
 
@@ -158,41 +156,6 @@ def _class_on_rows(layer: type[nn.Module]) -> type[nn.Module]:
     return type(f"{layer.__name__}OnRows", (_OnRows, layer), {})
 
 
-class _Gathered(torch.autograd.Function):
-    """Rows of a matrix; the gradient of each is the sum over its copies, in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, places: _Places) -> Tensor:
-        ctx.places = places
-        return states.index_select(0, places.index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        places: _Places = ctx.places
-        return functional.embedding_bag(places.copies, grad.contiguous(), places.starts, mode="sum"), None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Places:
-    """Which rows of a matrix are gathered, and where the copies of each have gone."""
-
-    index: Tensor
-    copies: Tensor
-    starts: Tensor
-
-    @classmethod
-    def of(cls, index: Tensor, num_rows: int, device: torch.device) -> _Places:
-        """Take [N] indices, on the CPU, below `num_rows`."""
-        counts = torch.bincount(index, minlength=num_rows)
-        order, starts = index.argsort(stable=True), counts.cumsum(0) - counts
-        return cls(sent(index, device), sent(order, device), sent(starts, device))
-
-    def of_rows(self, states: Tensor) -> Tensor:
-        """[R, E] -> [N, E]."""
-        return _Gathered.apply(states, self)  # pyright: ignore[reportReturnType] - `apply` is untyped
-
-
 class Recurrence:
     """The chunks of some rows in a stream, and the order in which they are scanned."""
 
@@ -223,9 +186,9 @@ class Recurrence:
         self._num_stream = len(kept)
         # One row of zeros stands behind those of the stream, for what fills a row's last chunk.
         padded = functional.pad(place, (0, 1), value=len(kept))
-        self._in_chunks = _Places.of(padded[token.where(is_token, num_tokens)].flatten(), len(kept) + 1, device)
-        self._in_stream = _Places.of(slot[kept], len(row) * size, device)
-        self._convolved: dict[int, tuple[_Places, Tensor]] = {}
+        self._in_chunks = Copies.of(padded[token.where(is_token, num_tokens)].flatten(), len(kept) + 1, device)
+        self._in_stream = Copies.of(slot[kept], len(row) * size, device)
+        self._convolved: dict[int, tuple[Copies, Tensor]] = {}
 
     def run(self, inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaStates]:
         """Return what tokens read, [T, Hv, Dv] with zeros for filler, and the states behind the rows.
@@ -258,7 +221,7 @@ class Recurrence:
         recent = inputs.mixed.new_zeros(rows, inputs.kernel.shape[1] - 1, inputs.mixed.shape[1])
         return DeltaStates(recent, inputs.decay.new_zeros(rows, heads.num_values, heads.key_dim, heads.value_dim))
 
-    def _taps(self, width: int) -> tuple[_Places, Tensor]:
+    def _taps(self, width: int) -> tuple[Copies, Tensor]:
         """Return where a convolution reads, [W * S], in the stream or in a state behind it; and each row's end there.
 
         That is [B, W - 1].
@@ -268,7 +231,7 @@ class Recurrence:
             kept = torch.arange(self._num_stream) if shared is None else shared.kept
             row = torch.repeat_interleave(torch.arange(self._num_rows), offsets.diff())[kept]
             index = torch.stack([self._before(row, kept - back, width) for back in reversed(range(width))])
-            taps = _Places.of(index.flatten(), self._num_stream + self._num_rows * (width - 1), self._device)
+            taps = Copies.of(index.flatten(), self._num_stream + self._num_rows * (width - 1), self._device)
             ends = offsets[1:].unsqueeze(1) - torch.arange(width - 1, 0, -1)
             last = self._before(torch.arange(self._num_rows).unsqueeze(1).expand_as(ends), ends, width)
             self._convolved[width] = taps, sent(last, self._device)

@@ -13,6 +13,7 @@ Prefixes are found by comparing tokens, so nothing relies on where a prompt ends
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,3 +102,43 @@ class _Pick(torch.autograd.Function):
         # A bag of embeddings is a sum of rows, in float32 for half precision; an empty one is zero.
         bags = sent(copies, grad.device), grad, sent(starts, grad.device)
         return functional.embedding_bag(*bags, mode="sum"), None, None
+
+
+class Copies(NamedTuple):
+    """Rows of a matrix that are read, some of them several times."""
+
+    places: Tensor
+    """[N] their indices."""
+    order: Tensor
+    """[N] indices in `places`: the copies of the first row, then those of the second, and so on."""
+    starts: Tensor
+    """[R] where those of each row begin."""
+
+    @classmethod
+    def of(cls, places: Tensor, num_rows: int, device: torch.device) -> Copies:
+        """Take [N] indices, on the CPU, below `num_rows`."""
+        counts = torch.bincount(places, minlength=num_rows)
+        parts = places, places.argsort(stable=True), counts.cumsum(0) - counts
+        return cls(*(sent(part, device) for part in parts))
+
+    def of_rows(self, states: Tensor) -> Tensor:
+        """[R, ...] -> [N, ...]; the gradient of a row is the sum over its copies, in a fixed order."""
+        return _Copied.apply(states, self)
+
+
+class _CopiedContext(FunctionCtx):
+    copies: Copies
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _CopiedContext, states: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return states.index_select(0, copies.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _CopiedContext, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        # A bag of embeddings is a sum of rows, in float32 for half precision.
+        total = functional.embedding_bag(ctx.copies.order, grad.flatten(1).contiguous(), ctx.copies.starts, mode="sum")
+        return total.view(len(ctx.copies.starts), *grad.shape[1:]), None

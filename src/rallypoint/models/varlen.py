@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-from rallypoint.models.prefix import SharedPrefixes
+from rallypoint.models.prefix import Copies, SharedPrefixes
 from rallypoint.models.products import Limits
 from rallypoint.parallel.transfer import sent
 
@@ -175,19 +175,19 @@ class PackedKeys:
         """
         lengths = offsets.diff()
         num_own = lengths
-        self._copies: _Copies | None = None
+        self._copies: Copies | None = None
         if shared is not None and len(shared.kept) < int(offsets[-1]):
             is_kept = torch.zeros(int(offsets[-1]) + 1, dtype=torch.int64)
             is_kept[shared.kept + 1] = 1
             num_own = is_kept.cumsum(0)[offsets].diff()
-            self._copies = _Copies.of(shared.place, len(shared.kept), device)
+            self._copies = Copies.of(shared.place, len(shared.kept), device)
         # Rows all of whose tokens are another row's ask nothing.
         asks = num_own > 0
         self.num_tokens = int(num_own.sum())
         if self._copies is not None and not bool(asks.all()):
             row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             assert shared is not None, "rows share tokens"
-            self._copies = _Copies.of(shared.place[asks[row]], len(shared.kept), device)
+            self._copies = Copies.of(shared.place[asks[row]], len(shared.kept), device)
         self.rows = Borders.of(num_own[asks], device), Borders.of(lengths[asks], device)
 
     def attend(
@@ -198,53 +198,18 @@ class PackedKeys:
         if num_filler:
             query, key, value = query[:num], key[:num], value[:num]
         if self._copies is not None:
-            key, value = (_Copied.apply(states, self._copies) for states in (key, value))
+            key, value = (self._copies.of_rows(states) for states in (key, value))
         out = kernel(query, key, value, self.rows, scaling, window) if num else query
         return functional.pad(out, (0, 0, 0, 0, 0, num_filler)) if num_filler else out
-
-
-class _Copies(NamedTuple):
-    """The tokens of a stream that rows read, some of them several times."""
-
-    places: Tensor
-    """[S] their indices in the stream."""
-    order: Tensor
-    """[S] indices in `places`: the copies of the first token, then those of the second, and so on."""
-    starts: Tensor
-    """[T] where those of each token begin."""
-
-    @classmethod
-    def of(cls, places: Tensor, num_tokens: int, device: torch.device) -> _Copies:
-        counts = torch.bincount(places, minlength=num_tokens)
-        parts = places, places.argsort(stable=True), counts.cumsum(0) - counts
-        return cls(*(sent(part, device) for part in parts))
 
 
 class _Context(FunctionCtx):
     """State between the forward and the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    copies: _Copies
     rows: tuple[Borders, Borders]
     options: dict[str, float | int | None]
     is_causal: bool
-
-
-class _Copied(torch.autograd.Function):
-    """[T, K, D] -> [S, K, D]; the gradient of a token is the sum over its copies, in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: _Context, states: Tensor, copies: _Copies) -> Tensor:
-        ctx.copies = copies
-        return states.index_select(0, copies.places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        copies = ctx.copies
-        # A bag of embeddings is a sum of rows, in float32 for half precision.
-        total = functional.embedding_bag(copies.order, grad.flatten(1), copies.starts, mode="sum")
-        return total.view(-1, *grad.shape[1:]), None
 
 
 class _Flash(torch.autograd.Function):
