@@ -387,13 +387,13 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             "take the way `folder`; leave it at auto",
         )
     shape = shape_of(config)
-    if shape is not None and config.cluster.device == "cpu" and shape.head_dim not in _CPU_HEAD_DIMS:
+    if shape is not None and config.cluster.device == "cpu" and (unknown := shape.head_dims - set(_CPU_HEAD_DIMS)):
         made, fits = config.model.create, ", ".join(map(str, _CPU_HEAD_DIMS))
         remedy = "use rollout.engine=native"
         if made is not None and (num_heads := made.hidden_size // 32) and made.hidden_size % 32 == 0:
             remedy += f", or model.create.num_heads={num_heads} model.create.num_key_value_heads={num_heads}"
         yield Problem(
             ("rollout.engine", "cluster.device", "model.create.num_heads"),
-            f"rollout.engine='vllm' with cluster.device=cpu: the model's heads are {shape.head_dim} wide, and vLLM on "
+            f"rollout.engine='vllm' with cluster.device=cpu: the model's heads are {max(unknown)} wide, and vLLM on "
             f"processors knows {fits} only; {remedy}",
         )

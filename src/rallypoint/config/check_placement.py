@@ -13,7 +13,6 @@ from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shap
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES, MIXTURES
 
-_LINEAR_HEADS = "key heads of linear attention"
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
 
@@ -145,12 +144,10 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
             if shape is not None:
                 yield from _shared_model(role, mesh, shape)
     shape = shape_of(config)
-    if shape is not None and shape.linear is not None and config.rollout.exact:
-        yield Problem(
-            ("rollout.exact",),
-            f"rollout.exact=true: models of type {shape.model_type!r} have linear attention, whose states are computed "
-            "token after token, and prompts in chunks; leave it at false",
-        )
+    if shape is not None and config.rollout.exact:
+        for why in filter(None, (mixer.inexact for mixer in shape.mixers)):
+            text = f"rollout.exact=true: models of type {shape.model_type!r} have {why}; leave it at false"
+            yield Problem(("rollout.exact",), text)
 
 
 def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -166,14 +163,12 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
             f"{role}.mesh.ep={mesh.ep}: models of type {shape.model_type!r} have no experts to deal over ranks; those "
             f"of type {', '.join(MIXTURES)} have. Use {role}.mesh.dp_shard or {role}.mesh.tp",
         )
-    elif misfit := misfit_of(mesh.tp, shape.shared_by_tensor_parallel_ranks):
+    elif misfit := misfit_of(mesh.tp, shape.shared_by_tp):
         yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
-    elif misfit := misfit_of(mesh.ep, {"experts of a tp rank": shape.num_experts // mesh.tp}):
+    elif misfit := misfit_of(mesh.ep, shape.shared_by_ep(mesh.tp)):
         yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
-    elif misfit := misfit_of(mesh.sp, {"attention heads of a tp rank": shape.num_heads // mesh.tp}):
+    elif misfit := misfit_of(mesh.sp, shape.shared_by_sp(mesh.tp)):
         yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
-    elif shape.linear is not None and (misfit := misfit_of(mesh.sp, {_LINEAR_HEADS: shape.linear.num_keys})):
-        yield Problem((f"{role}.mesh.sp",), f"{role}.mesh.sp={misfit}")
 
 
 def _routers(config: RunConfig) -> Iterator[Problem]:

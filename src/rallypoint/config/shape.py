@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES, small_experts, small_linear_attention
+from rallypoint.families.kinds import Kind, Layers, Mixer, read_layers
 
 _DIGITS_VOCABULARY = 20
 
@@ -24,129 +25,81 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LinearAttentionShape:
-    """The sizes of a hybrid's layers of linear attention (`models/linear_attention.py`)."""
-
-    num_layers: int
-    num_keys: int
-    """Heads of queries and keys."""
-    num_values: int
-    key_dim: int
-    value_dim: int
-    width: int
-    """Tokens that the convolution sees."""
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of queries, keys and values: of the convolution."""
-        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
-
-    @property
-    def widths(self) -> dict[str, int]:
-        """Products of a layer -> their width beside that of the residual stream."""
-        values = self.num_values * self.value_dim
-        gates = {"in_proj_b": self.num_values, "in_proj_a": self.num_values}
-        return {"in_proj_qkv": self.num_channels, "in_proj_z": values, "out_proj": values, **gates}
-
-    def num_parameters(self, hidden_size: int) -> int:
-        """Weights of a layer, without the norm before it."""
-        products = hidden_size * sum(self.widths.values())
-        return products + self.num_channels * self.width + 2 * self.num_values + self.value_dim
-
-    def state_bytes(self, size: int) -> int:
-        """Return what a sequence remembers in a layer; `size` is the bytes of a number of the model."""
-        return 4 * self.num_values * self.key_dim * self.value_dim + size * (self.width - 1) * self.num_channels
-
-    def kept_bytes(self, size: int) -> int:
-        """Return what a layer keeps of a token for its backward pass, in chunks of 64 tokens.
-
-        Taps and sum of the convolution; then, in float32, channels twice, eight tensors of the size of value heads'
-        keys, five of values, and five of a chunk's scores.
-        """
-        of_heads = self.num_values * (8 * self.key_dim + 5 * self.value_dim + 5 * 64)
-        return size * (self.width + 1) * self.num_channels + 4 * (2 * self.num_channels + of_heads)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that memory follows from."""
+    """The sizes of a decoder that memory and work follow from: kinds of layers, embeddings and a head.
 
-    num_layers: int
+    What is said of a layer here holds for the one that has most of it; sums are over all layers.
+    """
+
     hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
     tie_embeddings: bool
-    query_key_norm: bool
+    layers: tuple[Layers, ...]
     model_type: str = "llama"
     """The family, as in config.json."""
-    num_sparse_layers: int = 0
-    """Layers with a mixture of experts in place of the MLP."""
-    num_experts: int = 0
-    """Experts of a sparse layer."""
-    num_chosen_experts: int = 0
-    """Experts that a token is sent to."""
-    expert_size: int = 0
-    """The width inside an expert."""
-    linear: LinearAttentionShape | None = None
-    """Layers of linear attention in place of some with attention, whose queries then have a gate each."""
-    caps_scores: bool = False
-    """Whether scores of attention are bent to stay below a bound, which no fused kernel knows."""
 
     @property
-    def num_attentions(self) -> int:
-        """Layers with attention that is not linear."""
-        return self.num_layers - (0 if self.linear is None else self.linear.num_layers)
+    def kinds(self) -> tuple[Kind, ...]:
+        """Mixers and MLPs, each kind once."""
+        return tuple(dict.fromkeys([*self.mixers, *(layers.mlp for layers in self.layers)]))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Mixers, each kind once."""
+        return tuple(dict.fromkeys(layers.mixer for layers in self.layers))
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Widths of heads whose keys and values are cached."""
+        return frozenset[int]().union(*(mixer.head_dims for mixer in self.mixers))
+
+    def _sum(self, of_kind: Callable[[Kind], int]) -> int:
+        """Return a sum over the mixers and MLPs of all layers."""
+        return sum(layers.count * (of_kind(layers.mixer) + of_kind(layers.mlp)) for layers in self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """All layers."""
+        return sum(layers.count for layers in self.layers)
 
     @property
     def num_uncut_parameters(self) -> int:
         """Weights that every rank of `tp` has whole, beside small ones."""
-        return 0 if self.linear is None else self.linear.num_layers * self.linear.num_parameters(self.hidden_size)
-
-    def state_bytes(self, size: int) -> int:
-        """Return what a sequence remembers in all layers of linear attention; `size` is the bytes of a number."""
-        return 0 if self.linear is None else self.linear.num_layers * self.linear.state_bytes(size)
+        return self._sum(lambda kind: kind.num_uncut_parameters)
 
     @property
-    def mlp_size(self) -> int:
-        """Width that a token passes inside the MLP, or inside all of its experts; the mean over the layers."""
-        dense = (self.num_layers - self.num_sparse_layers) * self.intermediate_size
-        return (dense + self.num_sparse_layers * self.num_chosen_experts * self.expert_size) // self.num_layers
+    def inner_size(self) -> int:
+        """Width that a token passes inside an MLP, or inside all of its experts; the mean over the layers."""
+        return sum(layers.count * layers.mlp.width for layers in self.layers) // self.num_layers
 
     @property
-    def shared_by_tensor_parallel_ranks(self) -> dict[str, int]:
+    def shared_by_tp(self) -> dict[str, int]:
         """Parts that tensor-parallel ranks share equally -> how many there are."""
-        shared = {"attention heads": self.num_heads, "key/value heads": self.num_key_value_heads}
-        if self.num_sparse_layers:
-            shared["experts"] = self.num_experts
-        if self.num_sparse_layers < self.num_layers:
-            shared["columns of the MLP"] = self.intermediate_size
-        return shared
+        return {what: num for kind in self.kinds for what, num in kind.shared_by_tp.items()}
 
-    def part(self, tp: int) -> ModelShape:
-        """Return the sizes of what a rank of `tp` computes: some of the heads, columns, experts' work, and tokens."""
-        return dataclasses.replace(
-            self,
-            num_heads=-(-self.num_heads // tp),
-            num_key_value_heads=-(-self.num_key_value_heads // tp),
-            intermediate_size=-(-self.intermediate_size // tp),
-            expert_size=-(-self.expert_size // tp),
-            vocab_size=-(-self.vocab_size // tp),
-        )
+    def shared_by_sp(self, tp: int) -> dict[str, int]:
+        """Return likewise what ranks of `sp` share of a rank of `tp`."""
+        return {what: num for kind in self.kinds for what, num in kind.shared_by_sp(tp).items()}
+
+    def shared_by_ep(self, tp: int) -> dict[str, int]:
+        """Return likewise what ranks of `ep` share of a rank of `tp`."""
+        return {what: num for kind in self.kinds for what, num in kind.shared_by_ep(tp).items()}
+
+    def of_ep_rank(self, ep: int) -> ModelShape:
+        """Return the sizes of the weights that a rank of `ep` has."""
+        layers = (dataclasses.replace(layers, mlp=layers.mlp.of_ep_rank(ep)) for layers in self.layers)
+        return dataclasses.replace(self, layers=tuple(layers))
+
+    def part(self, tp: int, ep: int | None) -> ModelShape:
+        """Return the sizes of what a rank of `tp` computes, see `Kind.part`: its part of layers, and some tokens."""
+        layers = (Layers(layers.count, layers.mixer.part(tp, ep), layers.mlp.part(tp, ep)) for layers in self.layers)
+        return dataclasses.replace(self, vocab_size=-(-self.vocab_size // tp), layers=tuple(layers))
 
     @property
     def num_backbone_parameters(self) -> int:
-        """Weights of the layers and norms, as in Llama, Qwen3, Qwen3-MoE and Qwen3.5."""
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (2 * query + 2 * key_value) + (2 * self.head_dim if self.query_key_norm else 0)
-        attention += 0 if self.linear is None else self.hidden_size * query  # gates
-        attentions = self.num_attentions * attention + self.num_uncut_parameters
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        experts = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)  # with the router
-        mlps = (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * experts
-        return attentions + self.num_layers * 2 * self.hidden_size + mlps + self.hidden_size
+        """Weights of the layers and norms."""
+        norms = self.hidden_size * (2 * self.num_layers + 1)
+        return self._sum(lambda kind: kind.num_parameters) + norms
 
     @property
     def num_parameters(self) -> int:
@@ -165,79 +118,68 @@ class ModelShape:
         return self.num_critic_parameters - 1
 
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
-        """Weights of A and B of the adapted layers; of an adapter in a folder, of its rank and all layers."""
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        gated = query * (1 if self.linear is None else 2)
-        widths = {"q_proj": gated, "k_proj": key_value, "v_proj": key_value, "o_proj": query}
-        layers = dict.fromkeys(widths, self.num_attentions)
-        widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.intermediate_size)
-        if (linear := self.linear) is not None:
-            layers |= dict.fromkeys(linear.widths, linear.num_layers)
-            widths |= linear.widths
-        adapted = [
-            layers.get(name, self.num_layers - self.num_sparse_layers) * (self.hidden_size + width)  # but for experts
-            for name, width in widths.items()
-            if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
-        ]
-        return _rank_of(lora) * sum(adapted)
+        """Weights of A and B of the adapted products; of an adapter in a folder, of its rank and all layers."""
+
+        def adapted(kind: Kind) -> int:
+            return sum(
+                sum(sizes)
+                for name, sizes in kind.products.items()
+                if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
+            )
+
+        return _rank_of(lora) * self._sum(adapted)
+
+    @property
+    def token_cost(self) -> int:
+        """Multiplications with weights for a token in all layers; of experts those that it is sent to."""
+        return self._sum(lambda kind: kind.token_cost)
 
     @property
     def attention_cost(self) -> float:
-        """Work of one pair of tokens in the attention, where the products with weights of one token are 1."""
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attending = self.num_attentions / self.num_layers
-        return 2 * query * attending / (self.hidden_size * (2 * query + 2 * key_value + 3 * self.mlp_size))
+        """Work of one pair of tokens in all layers, where the products with weights of one token are 1."""
+        return sum(layers.count * layers.mixer.pair_cost for layers in self.layers) / self.token_cost
+
+    def cached_bytes(self, size: int) -> int:
+        """Return what the cache keeps of a token in all layers; `size` is the bytes of a number of the model."""
+        return sum(layers.count * layers.mixer.cached_bytes(size) for layers in self.layers)
+
+    def state_bytes(self, size: int) -> int:
+        """Return what a sequence remembers in all layers, however long it is."""
+        return sum(layers.count * layers.mixer.state_bytes(size) for layers in self.layers)
 
     def kept_bytes(self, size: int) -> int:
-        """Return what a layer keeps of a token for the backward pass, outside its attention.
+        """Return what a layer keeps of a token for the backward pass, outside rows.
 
-        Norms keep their input, a float32 for each, and what they return; attention what it returns; the MLP four
-        tensors. `size` is the bytes of a number.
+        Norms keep their input, a float32 for each, and what they return; the MLP four tensors.
         """
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norms = 2 * (2 * self.hidden_size * size + 4)
-        if self.query_key_norm:  # what these return is not kept
-            norms += (query + key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
-        most = query if self.linear is None else max(2 * query, self.linear.kept_bytes(size) // size)
-        return norms + size * (most + 4 * self.mlp_size)
+        norms = 2 * (2 * self.hidden_size * size + 4) + max(mixer.norm_bytes(size) for mixer in self.mixers)
+        return norms + max(mixer.kept_bytes(size) for mixer in self.mixers) + 4 * size * self.inner_size
 
     def attended_bytes(self, size: int, num_scores: int) -> int:
-        """Return what the attention of a layer keeps of a token of a row: query, key, value, and scores.
-
-        Tokens that rows share are computed once, and attended to in every row.
-
-        Args:
-            size: bytes of a number.
-            num_scores: tokens that every head has a score for.
-        """
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return size * (query + 2 * key_value + self.num_heads * num_scores)
+        """Return what a layer keeps of a token of a row; see `Mixer.attended_bytes`."""
+        return max(mixer.attended_bytes(size, num_scores) for mixer in self.mixers)
 
     def live_bytes(self, size: int) -> int:
         """Return the most that exists of a token in an MLP that keeps nothing, and of its residual stream and angles.
 
         The MLP has what goes in, gate, up, silu of the gate, and its product with up.
         """
-        return size * (2 * self.hidden_size + 4 * self.mlp_size + 2 * self.head_dim)
+        return size * (2 * self.hidden_size + 4 * self.inner_size) + self._position_bytes(size)
 
     def attending_bytes(self, size: int) -> int:
-        """Return what exists of a token while attention runs and keeps nothing, outside the rows.
+        """Return what exists of a token while its mixer runs and keeps nothing, outside the rows.
 
-        Residual stream and what its norm returns; query, key and value; the cosines and sines of its position.
+        Residual stream and what its norm returns; what the mixer has of it; its position.
         """
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return size * (2 * self.hidden_size + query + 2 * key_value + 2 * self.head_dim)
+        of_mixer = max(mixer.attending_bytes(size) for mixer in self.mixers)
+        return 2 * size * self.hidden_size + of_mixer + self._position_bytes(size)
 
     def folded_bytes(self, size: int, num_scores: int, num_block_scores: int) -> int:
-        """Return the most that exists of a token of a row meanwhile: query, key, value, the output, and shares.
+        """Return the most that exists of a token of a row meanwhile; see `Mixer.folded_bytes`."""
+        return max(mixer.folded_bytes(size, num_scores, num_block_scores) for mixer in self.mixers)
 
-        Args:
-            size: bytes of a number.
-            num_scores: tokens that every head has a share for.
-            num_block_scores: likewise, of the largest block, which also has scores.
-        """
-        query, key_value = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return size * (2 * query + 2 * key_value + self.num_heads * (num_scores + num_block_scores))
+    def _position_bytes(self, size: int) -> int:
+        return max(mixer.position_bytes(size) for mixer in self.mixers)
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
@@ -278,25 +220,16 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that the fields of a config.json tell of; None when it is not that of a plain decoder."""
     try:
         values = values.get("text_config", values)  # of a model that sees, too
-        heads, hidden = int(values["num_attention_heads"]), int(values["hidden_size"])
         model_type = str(values.get("model_type", ""))
         family = FAMILIES.get(model_type)
         if not all(int(values[name]) >= 1 for name in SIZES):
             return None
         return ModelShape(
-            num_layers=int(values["num_hidden_layers"]),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_key_value_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or hidden // heads),
-            intermediate_size=int(values["intermediate_size"]),
+            hidden_size=int(values["hidden_size"]),
             vocab_size=int(values["vocab_size"]),
             tie_embeddings=bool(values.get("tie_word_embeddings", family is not None and family.ties_embeddings)),
-            query_key_norm=family is not None and family.norms_heads,
+            layers=read_layers(values, family),
             model_type=model_type,
-            caps_scores=bool(values.get("attn_logit_softcapping")),
-            linear=_read_linear_attention(values),
-            **_read_experts(values),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None
@@ -310,52 +243,22 @@ def _rank_of(lora: LoRAConfig) -> int:
         return lora.rank
 
 
-def _read_experts(values: Mapping[str, Any]) -> dict[str, int]:
-    """Read the fields of a mixture of experts as Qwen and transformers name them; nothing for a dense model."""
-    num_experts = values.get("num_experts") or values.get("num_local_experts")
-    if not num_experts:
-        return {}
-    dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
-    layers = range(int(values["num_hidden_layers"]))
-    return {
-        "num_sparse_layers": sum(layer not in dense and (layer + 1) % every == 0 for layer in layers),
-        "num_experts": int(num_experts),
-        "num_chosen_experts": int(values["num_experts_per_tok"]),
-        "expert_size": int(values["moe_intermediate_size"]),
-    }
-
-
-def _read_linear_attention(values: Mapping[str, Any]) -> LinearAttentionShape | None:
-    """Read the fields of a hybrid as Qwen3.5 and transformers name them; None if all layers have attention."""
-    if "linear_num_key_heads" not in values:
-        return None
-    num_layers, every = int(values["num_hidden_layers"]), int(values.get("full_attention_interval") or 4)
-    kinds = values.get("layer_types")
-    num_linear = num_layers - num_layers // every if kinds is None else list(kinds).count("linear_attention")
-    fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    return LinearAttentionShape(num_linear, *(int(values[f"linear_{field}"]) for field in fields))
-
-
-def _created_shape(made: CreateModelConfig) -> ModelShape:
-    return ModelShape(
-        num_layers=made.num_layers,
-        hidden_size=made.hidden_size,
-        num_heads=made.num_heads,
-        num_key_value_heads=made.num_key_value_heads,
-        head_dim=made.hidden_size // made.num_heads,
-        intermediate_size=made.intermediate_size,
-        vocab_size=_DIGITS_VOCABULARY,
-        tie_embeddings=False,
-        query_key_norm=FAMILIES[made.architecture].norms_heads,
-        model_type=made.architecture,
-        caps_scores=False,
-        linear=_read_linear_attention(
-            {"num_hidden_layers": made.num_layers}
-            | small_linear_attention(made.architecture, made.num_heads, made.hidden_size // made.num_heads)
-        ),
-        **_read_experts(
-            {"num_hidden_layers": made.num_layers, **small_experts(made.architecture, made.intermediate_size)}
-        ),
+def _created_shape(made: CreateModelConfig) -> ModelShape | None:
+    head_dim = made.hidden_size // made.num_heads
+    return parse_shape(
+        {
+            "model_type": made.architecture,
+            "hidden_size": made.hidden_size,
+            "num_hidden_layers": made.num_layers,
+            "num_attention_heads": made.num_heads,
+            "num_key_value_heads": made.num_key_value_heads,
+            "head_dim": head_dim,
+            "intermediate_size": made.intermediate_size,
+            "vocab_size": _DIGITS_VOCABULARY,
+            "tie_word_embeddings": False,
+            **small_experts(made.architecture, made.intermediate_size),
+            **small_linear_attention(made.architecture, made.num_heads, head_dim),
+        }
     )
 
 

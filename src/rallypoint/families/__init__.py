@@ -14,7 +14,11 @@ __all__ = ["FAMILIES", "MIXTURES", "Cut", "Family", "Norm", "small_experts", "sm
 
 
 def _found() -> dict[str, Family]:
-    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    modules = (
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+        if not module.ispkg
+    )
     found = (value for module in modules for value in vars(module).values() if isinstance(value, Family))
     return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
 

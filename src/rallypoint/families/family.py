@@ -65,6 +65,8 @@ class Family:
     is_plain: bool = False
     """Whether its layers differ from Llama's only in biases and norms of heads, so that the plain decoder can run
     them."""
+    gates_attention: bool = False
+    """Whether what comes out of attention has a gate, if config.json does not say."""
     caps_logits: bool = False
     """Whether its config has a `final_logit_softcapping`."""
     ties_embeddings: bool = False

@@ -41,6 +41,7 @@ QWEN3_5 = Family(
     mlps=("Qwen3_5MLP",),
     within="qwen3_5",
     linear_attentions=("Qwen3_5GatedDeltaNet",),
+    gates_attention=True,
 )
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -49,6 +50,7 @@ QWEN3_NEXT = Family(
     mlps=("Qwen3NextMLP",),
     routers=("Qwen3NextTopKRouter",),
     linear_attentions=("Qwen3NextGatedDeltaNet",),
+    gates_attention=True,
     experts="mlp.experts",
     stored_experts=QWEN3_MOE.stored_experts,
 )

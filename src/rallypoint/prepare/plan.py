@@ -215,8 +215,8 @@ def why_server(config: RunConfig) -> str:
     if config.cluster.device == "cpu" or "rollout" not in config.roles or any(vllm_problems(config)):
         return ""
     found = ["its adapters"] if config.model.lora is not None else []
-    if shape is not None and shape.num_experts:
-        found += ["its experts"]
+    if shape is not None and (faster := [kind.served_faster for kind in shape.kinds if kind.served_faster]):
+        found += faster
     elif shape is not None and shape.num_parameters > _MOST_FOR_NATIVE:
         found += [f"its {shape.num_parameters / 1e9:.1f}B parameters"]
     if config.rollout.max_response_tokens >= _LONG_RESPONSE:

@@ -94,7 +94,7 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     size = _BYTES[config.model.dtype]
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role)
-    shape = dataclasses.replace(shape, num_experts=shape.num_experts // sizes["ep"])
+    shape = shape.of_ep_rank(sizes["ep"])
     # Every rank has its part of the matrices, and of their optimizer state.
     cut = sizes["dp_shard"] * sizes["tp"]
     own_heads = {"critic": shape.num_critic_parameters, "reward": shape.num_reward_parameters}
@@ -191,11 +191,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, role: RoleName) -> i
 def _computed(config: RunConfig, shape: ModelShape, role: RoleName) -> ModelShape:
     """Return the sizes of what a rank computes; on accelerators it has room for all tokens that may be sent to it."""
     sizes = config.mesh(role)
-    part = shape.part(sizes["tp"])
-    if config.cluster.device == "cpu":
-        return part
-    num_chosen = shape.num_chosen_experts * sizes["ep"]
-    return dataclasses.replace(part, expert_size=shape.expert_size, num_chosen_experts=num_chosen)
+    return shape.part(sizes["tp"], None if config.cluster.device == "cpu" else sizes["ep"])
 
 
 def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num_parts: int) -> int:
@@ -220,7 +216,7 @@ def _training_bytes(config: RunConfig, shape: ModelShape, role: RoleName, *, num
         if config.model.lora is None:  # the gradient of its weight, and a part of that
             at_head += shape.vocab_size * shape.hidden_size * (_WIDE + size)
     # Gradients of the MLP's two halves and of the residual stream.
-    at_layer = in_layer + full.num_computed * size * (2 * shape.mlp_size + 3 * shape.hidden_size)
+    at_layer = in_layer + full.num_computed * size * (2 * shape.inner_size + 3 * shape.hidden_size)
     return kept + max(at_head, at_layer)
 
 
@@ -283,11 +279,11 @@ def _full_pass(config: RunConfig, shape: ModelShape, role: RoleName, *, num_part
 def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
     """Return `num_scores` and `num_block_scores` of a pass over rows of so many tokens.
 
-    The fused kernel keeps no scores. It takes all rows on accelerators and the longest on CPUs, unless scores are
-    capped. Elsewhere a block of queries has scores for itself and for what is before it.
+    A fused kernel keeps no scores. It takes all rows on accelerators and the longest on CPUs. Elsewhere a block of
+    queries has scores for itself and for what is before it.
     """
     longest = num_tokens
-    if not shape.caps_scores:
+    if all(mixer.has_fused_kernel for mixer in shape.mixers):
         if config.cluster.device != "cpu":
             return 0, 0
         longest = min(num_tokens, LONGEST_FOR_PRODUCTS)
@@ -299,7 +295,7 @@ def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int,
 
 
 def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None) -> int:
-    """Return the blocks of keys and values of a process, of so many tokens or all, and states of linear attention.
+    """Return the blocks of a process's cache, of so many tokens or all, and the states of its rows.
 
     An accelerator reserves all. On a CPU what is never written takes no memory: prompts count once a group, which stay
     when their rollouts are gone, and responses once a row of those that run together.
@@ -321,7 +317,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None
 
 def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     """Return what the key and the value of a token take in all layers."""
-    return 2 * _BYTES[config.model.dtype] * shape.num_attentions * shape.num_key_value_heads * shape.head_dim
+    return shape.cached_bytes(_BYTES[config.model.dtype])
 
 
 def reserved_tokens(config: RunConfig) -> int:

@@ -150,14 +150,7 @@ def _forward(config: RunConfig, shape: ModelShape, share: float) -> float:
     tokens = config.num_examples * prompt + config.num_rows * response
     pairs = config.num_examples * prompt**2 / 2 + config.num_rows * response * (prompt + response / 2)
     head = 2 * shape.hidden_size * shape.vocab_size * config.num_rows * response
-    return _per_token(shape) * (tokens + shape.attention_cost * pairs) + head
-
-
-def _per_token(shape: ModelShape) -> float:
-    """Return the operations of products with weights for a token in all layers; of experts those that it is sent to."""
-    query, key_value = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    attentions = shape.num_attentions * shape.hidden_size * (2 * query + 2 * key_value) + shape.num_uncut_parameters
-    return 2.0 * (attentions + shape.num_layers * shape.hidden_size * 3 * shape.mlp_size)
+    return 2.0 * shape.token_cost * (tokens + shape.attention_cost * pairs) + head
 
 
 def _sampling(
@@ -166,7 +159,7 @@ def _sampling(
     """Return what sampling spends its time on, in waves of as many rows as the cache has room for."""
     prompt, response = _lengths(config, share)
     size = 2 if config.model.dtype == "bfloat16" else 4
-    per_token, cached = _per_token(shape), cache_bytes_per_token(config, shape)
+    per_token, cached = 2.0 * shape.token_cost, cache_bytes_per_token(config, shape)
     num_rows = -(-config.num_rows // memory.num_ranks)
     at_once = max(1, min(num_rows, config.rollout.max_batch_rows, int(memory.cache / cached / (prompt + response))))
     num_waves, context = num_rows / at_once, prompt + response / 2

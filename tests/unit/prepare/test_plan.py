@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from rallypoint.config import CreateModelConfig, RunConfig, load_config
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
+from rallypoint.families.kinds import MLP, Attention, Layers
 from rallypoint.model_files import create_model, load_critic, load_policy
 from rallypoint.models import PackedRows, trained_weights
 from rallypoint.observability.flops import flops_of
@@ -150,15 +151,10 @@ def test_memory_by_hand(here: Path):
 
 def test_activations_by_hand(here: Path):
     shape = ModelShape(
-        num_layers=2,
         hidden_size=10,
-        num_heads=2,
-        num_key_value_heads=1,
-        head_dim=5,
-        intermediate_size=20,
         vocab_size=7,
         tie_embeddings=False,
-        query_key_norm=False,
+        layers=(Layers(2, Attention(10, num_heads=2, num_key_value_heads=1, head_dim=5), MLP(10, 20)),),
     )
     # Numbers of 4 bytes: norms 2 x (2 x 10 + 1), what attention returns 2 x 5, MLP 4 x 20.
     assert shape.kept_bytes(4) == 4 * (42 + 10 + 80)

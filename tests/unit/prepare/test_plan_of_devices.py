@@ -26,12 +26,14 @@ def test_scores_are_counted_where_no_fused_kernel_knows_what_is_done_to_them(her
     config = load("cuda")
     shape = shape_of(config)
     assert shape is not None
+    [layers] = shape.layers
+    capping = dataclasses.replace(layers, mixer=dataclasses.replace(layers.mixer, caps_scores=True))
     fused, capped = (
-        role_memory(config, "actor", dataclasses.replace(shape, caps_scores=caps)) for caps in (False, True)
+        role_memory(config, "actor", each) for each in (shape, dataclasses.replace(shape, layers=(capping,)))
     )
     # Of every query a number for each key before it, in all layers.
     rows = config.engine.max_tokens_per_micro_batch // config.max_row_tokens
-    scores = 4 * shape.num_layers * rows * shape.num_heads * config.max_row_tokens**2 // 2
+    scores = 4 * shape.num_layers * rows * layers.mixer.num_heads * config.max_row_tokens**2 // 2
     assert capped.activations - fused.activations > 0.8 * scores
 
 

@@ -1,0 +1,76 @@
+"""Kinds of layers, a file each: what one layer weighs, keeps, remembers and computes, as its config.json says.
+
+Must not know: torch, devices, roles, other kinds. A decoder layer is a mixer, which moves tokens' content along a row,
+and an MLP, which works on each token. Plans, caches and checks ask all kinds the same questions (`kind.py`) and name
+none, so a new kind is one file and an entry below.
+
+`read_layers` asks the kinds one after the other which layers are theirs; the last of each list takes what is left:
+
+    layer                0        1        2        3
+    LinearAttention      its      its      its      -
+    Attention                                       its
+    Experts              -        its      its      its         first_k_dense_replace=1
+    MLP                  its
+
+A variant of a kind is a field of it that `read` sets, such as a gate on attention's output; layers that differ in a
+field, such as a window, are different layers of one kind.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from rallypoint.families.family import Family
+from rallypoint.families.kinds.attention import Attention
+from rallypoint.families.kinds.experts import Experts
+from rallypoint.families.kinds.kind import Kind, Mixer, PerToken
+from rallypoint.families.kinds.linear_attention import LinearAttention
+from rallypoint.families.kinds.mlp import MLP
+
+__all__ = [
+    "MIXERS",
+    "MLP",
+    "MLPS",
+    "Attention",
+    "Experts",
+    "Kind",
+    "Layers",
+    "LinearAttention",
+    "Mixer",
+    "PerToken",
+    "read_layers",
+]
+
+MIXERS: tuple[type[Mixer], ...] = (LinearAttention, Attention)
+MLPS: tuple[type[PerToken], ...] = (Experts, MLP)
+
+KindT = TypeVar("KindT", bound=Kind)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layers:
+    """Equal layers of a model."""
+
+    count: int
+    mixer: Mixer
+    mlp: PerToken
+
+
+def read_layers(values: Mapping[str, Any], family: Family | None) -> tuple[Layers, ...]:
+    """Return the layers that the fields of a config.json tell of, equal ones together.
+
+    Args:
+        values: the fields.
+        family: facts that config.json does not say; None of a family that is not known.
+    """
+    pairs = zip(_read(MIXERS, values, family), _read(MLPS, values, family), strict=True)
+    return tuple(Layers(count, *pair) for pair, count in collections.Counter(pairs).items())
+
+
+def _read(kinds: Sequence[type[KindT]], values: Mapping[str, Any], family: Family | None) -> list[KindT]:
+    """Return the kind of each layer."""
+    found = [kind.read(values, family) for kind in kinds]
+    return [next(kind for kind in of_layer if kind is not None) for of_layer in zip(*found, strict=True)]

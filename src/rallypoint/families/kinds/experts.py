@@ -1,0 +1,88 @@
+"""A mixture of experts: each token passes those that a router chooses, and an MLP beside them where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from rallypoint.families.family import Family
+from rallypoint.families.kinds.kind import PerToken
+from rallypoint.families.kinds.mlp import gated_products
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts(PerToken):
+    """Experts are MLPs with a gate. What stands beside them has a width, too, and every rank of `tp` has all of it."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that a token is sent to."""
+    size: int
+    """Width inside an expert."""
+    shared_size: int = 0
+    """Width inside the MLP beside them, which all tokens pass; 0 for none."""
+    gates_shared: bool = False
+    """Whether each token has a gate for that MLP."""
+
+    served_faster: ClassVar[str | None] = "its experts"
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
+        """As Qwen, DeepSeek, GLM and gpt-oss name the fields; the layers that are left are dense."""
+        del family
+        layers = range(int(values["num_hidden_layers"]))
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        if not (num_experts := next((values[name] for name in names if values.get(name)), None)):
+            return [None] * len(layers)
+        size = int(values.get("moe_intermediate_size") or values["intermediate_size"])
+        layer = cls(
+            hidden_size=int(values["hidden_size"]),
+            num_experts=int(num_experts),
+            num_chosen=int(values["num_experts_per_tok"]),
+            size=size,
+            shared_size=int(
+                values.get("shared_expert_intermediate_size") or size * (values.get("n_shared_experts") or 0)
+            ),
+            gates_shared=bool(values.get("shared_expert_intermediate_size")),
+        )
+        dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
+        first = int(values.get("first_k_dense_replace") or 0)
+        return [layer if at >= first and at not in dense and (at + 1) % every == 0 else None for at in layers]
+
+    @property
+    def products(self) -> Mapping[str, tuple[int, int]]:
+        return gated_products(self.hidden_size, self.shared_size) if self.shared_size else {}
+
+    @property
+    def width(self) -> int:
+        return self.num_chosen * self.size + self.shared_size
+
+    @property
+    def token_cost(self) -> int:
+        return 3 * self.hidden_size * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        router = self.num_experts * self.hidden_size
+        return 3 * self.num_experts * self.size * self.hidden_size + router + self.num_uncut_parameters
+
+    @property
+    def num_uncut_parameters(self) -> int:
+        return self.hidden_size * (3 * self.shared_size + self.gates_shared)
+
+    @property
+    def shared_by_tp(self) -> Mapping[str, int]:
+        return {"experts": self.num_experts}
+
+    def shared_by_ep(self, tp: int) -> Mapping[str, int]:
+        return {"experts of a tp rank": self.num_experts // tp}
+
+    def of_ep_rank(self, ep: int) -> Self:
+        return dataclasses.replace(self, num_experts=self.num_experts // ep)
+
+    def part(self, tp: int, ep: int | None) -> Self:
+        """Each rank of `tp` has some experts: their part of the work on average, or room for all of it."""
+        if ep is not None:
+            return dataclasses.replace(self, num_chosen=self.num_chosen * ep)
+        return dataclasses.replace(self, size=-(-self.size // tp))

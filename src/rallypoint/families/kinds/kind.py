@@ -1,0 +1,167 @@
+"""The questions that every kind of layer answers; the answers here are those of kinds that have nothing to say.
+
+Bytes depend on `size`, the bytes of a number of the model: 2 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from rallypoint.families.family import Family
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind(abc.ABC):
+    """One layer's mixer or MLP, without the norm before it."""
+
+    hidden_size: int
+
+    served_faster: ClassVar[str | None] = None
+    """What of it a server samples faster than our own engine, in words; None for nothing."""
+
+    @classmethod
+    @abc.abstractmethod
+    def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
+        """Return this kind for each layer that is of it, and None for the others, from the fields of a config.json.
+
+        Raises:
+            KeyError, ValueError, TypeError: fields are missing or no numbers.
+        """
+
+    @property
+    @abc.abstractmethod
+    def products(self) -> Mapping[str, tuple[int, int]]:
+        """Linear layers that all tokens pass, which adapters may stand beside -> their inputs and outputs."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights: those of products, and others."""
+        return sum(map(math.prod, self.products.values()))
+
+    @property
+    def token_cost(self) -> int:
+        """Multiplications with weights for a token."""
+        return sum(map(math.prod, self.products.values()))
+
+    @property
+    def num_uncut_parameters(self) -> int:
+        """Weights that every rank of `tp` has whole, beside small ones."""
+        return 0
+
+    @property
+    def shared_by_tp(self) -> Mapping[str, int]:
+        """Parts that ranks of `tp` share equally -> how many there are."""
+        return {}
+
+    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
+        """Return likewise parts of a rank of `tp` that ranks of `sp` share equally."""
+        del tp
+        return {}
+
+    def shared_by_ep(self, tp: int) -> Mapping[str, int]:
+        """Return likewise parts of a rank of `tp` that ranks of `ep` share equally."""
+        del tp
+        return {}
+
+    def of_ep_rank(self, ep: int) -> Self:
+        """Return the weights that a rank of `ep` has."""
+        del ep
+        return self
+
+    @abc.abstractmethod
+    def part(self, tp: int, ep: int | None) -> Self:
+        """Return what a rank of `tp` computes.
+
+        Args:
+            tp: its ranks.
+            ep: ranks whose tokens it has room for, whether they are sent to it or not; None if it needs no such room.
+        """
+
+
+class Mixer(Kind):
+    """Moves content along a row."""
+
+    __slots__ = ()
+
+    inexact: ClassVar[str | None] = None
+    """What of it has other bits in prompts than token by token, in words; None for nothing."""
+
+    @property
+    def pair_cost(self) -> int:
+        """Multiplications for a pair of tokens of a row."""
+        return 0
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Widths of heads whose keys and values are cached."""
+        return frozenset()
+
+    @property
+    def has_fused_kernel(self) -> bool:
+        """Whether there is a kernel that keeps no scores."""
+        return True
+
+    def cached_bytes(self, size: int) -> int:
+        """Return what the cache keeps of every token."""
+        del size
+        return 0
+
+    def state_bytes(self, size: int) -> int:
+        """Return what a sequence remembers, however long it is."""
+        del size
+        return 0
+
+    @abc.abstractmethod
+    def kept_bytes(self, size: int) -> int:
+        """Return what is kept of a token for the backward pass, without norms and what `attended_bytes` counts."""
+
+    def norm_bytes(self, size: int) -> int:
+        """Return what norms inside it keep of a token for the backward pass."""
+        del size
+        return 0
+
+    def attended_bytes(self, size: int, num_scores: int) -> int:
+        """Return what is kept of a token of a row; tokens that rows share are attended to in every row.
+
+        Args:
+            size: bytes of a number.
+            num_scores: tokens that every head has a score for.
+        """
+        del size, num_scores
+        return 0
+
+    def attending_bytes(self, size: int) -> int:
+        """Return what exists of a token while it runs and keeps nothing, outside the rows."""
+        del size
+        return 0
+
+    def folded_bytes(self, size: int, num_scores: int, num_block_scores: int) -> int:
+        """Return the most that exists of a token of a row meanwhile.
+
+        Args:
+            size: bytes of a number.
+            num_scores: tokens that every head has a share for.
+            num_block_scores: likewise, of the largest block, which also has scores.
+        """
+        del size, num_scores, num_block_scores
+        return 0
+
+    def position_bytes(self, size: int) -> int:
+        """Return what is known of a token's position."""
+        del size
+        return 0
+
+
+class PerToken(Kind):
+    """Works on each token alone."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """Width that a token passes inside, by gate and up."""

@@ -1,0 +1,86 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from rallypoint.families.family import Family
+from rallypoint.families.kinds.kind import Mixer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearAttention(Mixer):
+    """A state of fixed size, which every token changes and reads, behind a convolution."""
+
+    num_keys: int
+    """Heads of queries and keys."""
+    num_values: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution sees."""
+
+    inexact: ClassVar[str | None] = (
+        "linear attention, whose states are computed token after token, and prompts in chunks"
+    )
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
+        del family
+        num_layers = int(values["num_hidden_layers"])
+        if "linear_num_key_heads" not in values:
+            return [None] * num_layers
+        every = int(values.get("full_attention_interval") or 4)
+        names = values.get("layer_types") or [
+            "full_attention" if layer % every == 0 else "linear_attention" for layer in range(1, 1 + num_layers)
+        ]
+        fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        layer = cls(int(values["hidden_size"]), *(int(values[f"linear_{field}"]) for field in fields))
+        return [layer if name == "linear_attention" else None for name in names]
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of queries, keys and values: of the convolution."""
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+    @property
+    def products(self) -> Mapping[str, tuple[int, int]]:
+        hidden, values = self.hidden_size, self.num_values * self.value_dim
+        return {
+            "in_proj_qkv": (hidden, self.num_channels),
+            "in_proj_z": (hidden, values),
+            "in_proj_b": (hidden, self.num_values),
+            "in_proj_a": (hidden, self.num_values),
+            "out_proj": (values, hidden),
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        return self.token_cost + self.num_channels * self.width + 2 * self.num_values + self.value_dim
+
+    @property
+    def num_uncut_parameters(self) -> int:
+        return self.num_parameters
+
+    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
+        del tp
+        return {"key heads of linear attention": self.num_keys}
+
+    def part(self, tp: int, ep: int | None) -> Self:
+        del tp, ep
+        return self
+
+    def state_bytes(self, size: int) -> int:
+        """Of the state, in float32, and what the convolution looks back at."""
+        return 4 * self.num_values * self.key_dim * self.value_dim + size * (self.width - 1) * self.num_channels
+
+    def kept_bytes(self, size: int) -> int:
+        """Of a token in chunks of 64.
+
+        Taps and sum of the convolution; then, in float32, channels twice, eight tensors of the size of value heads'
+        keys, five of values, and five of a chunk's scores.
+        """
+        of_heads = self.num_values * (8 * self.key_dim + 5 * self.value_dim + 5 * 64)
+        return size * (self.width + 1) * self.num_channels + 4 * (2 * self.num_channels + of_heads)
