@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "generation/native/accelerator/graphs.py": "before torch 2.13 only one kind of device has graphs",
     "observability/devices.py": "one table of devices, with the names that drivers have for them",
-    "models/experts.py": "grouped products need a certain generation of one kind of device",
+    "models/kinds/experts.py": "grouped products need a certain generation of one kind of device",
     "models/varlen.py": "rows of any lengths are known to the flash attention of one kind of device",
     "models/kernels.py": "kernels are used on the kind of device on which they were measured",
     "models/fused.py": "the rules by which one vendor's kernels are chosen, and the limits of its grids",

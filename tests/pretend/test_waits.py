@@ -10,7 +10,7 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard
-from rallypoint.models.expert_parallel import deal_experts
+from rallypoint.models.kinds.expert_parallel import deal_experts
 from rallypoint.models.tensor_parallel import TensorParts
 from rallypoint.parallel import DeviceMesh
 from rallypoint.types import Metrics, Sequences, offsets_from_lengths

@@ -38,7 +38,7 @@ from rallypoint.cpu.onednn import filled_up
 from rallypoint.errors import ModelError
 from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
 from rallypoint.models.head import head_outputs, likeliest, logit_softcap
-from rallypoint.models.linear_attention import DeltaInputs, recall_over_ranks
+from rallypoint.models.kinds.linear_attention import DeltaInputs, recall_over_ranks
 from rallypoint.models.prefix import pick
 from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.models.tensor_parallel import (

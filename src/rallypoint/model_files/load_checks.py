@@ -30,8 +30,8 @@ from rallypoint.families import FAMILIES
 from rallypoint.model_files.reader import Read, TensorFiles
 from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models.attention import ATTENTION, PackedRows
-from rallypoint.models.experts import EXPERTS
 from rallypoint.models.head import logit_softcap, soft_capped
+from rallypoint.models.kinds.experts import EXPERTS
 from rallypoint.models.shard import ModelShard, allocate, build
 from rallypoint.parallel import Collective, DeviceMesh
 

@@ -5,7 +5,7 @@ Must not know: files, optimizers, roles, losses.
 
 from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
 from rallypoint.models.head import lm_head, value_head
-from rallypoint.models.load_balancing import LoadBalancing
+from rallypoint.models.kinds.load_balancing import LoadBalancing
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.prefix import SharedPrefixes

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from rallypoint.config.limits import LONGEST_FOR_PRODUCTS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
-from rallypoint.models.linear_attention import DeltaInputs, Recurrence
+from rallypoint.models.kinds.linear_attention import DeltaInputs, Recurrence
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import (
     NO_LIMITS,

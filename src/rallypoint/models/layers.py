@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from rallypoint.families import FAMILIES
 from rallypoint.models.attention import AttentionRows
-from rallypoint.models.experts import replace_routers
 from rallypoint.models.kernels import find_kernels
+from rallypoint.models.kinds.experts import replace_routers
+from rallypoint.models.kinds.linear_attention import replace_linear_attentions
 from rallypoint.models.layer_kernels import find_layer_kernels
-from rallypoint.models.linear_attention import replace_linear_attentions
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.products import Limits
 

@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.models.attention import ATTENTION
-from rallypoint.models.expert_parallel import deal_experts
-from rallypoint.models.experts import EXPERTS
+from rallypoint.models.kinds.expert_parallel import deal_experts
+from rallypoint.models.kinds.experts import EXPERTS
+from rallypoint.models.kinds.router_replay import take_replays
 from rallypoint.models.layers import allocate_joined, replace_layers
 from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
 from rallypoint.models.part import Part, rectangles_of
-from rallypoint.models.router_replay import take_replays
 from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
 

@@ -39,7 +39,7 @@ from rallypoint.model_files import (
     save_tensors,
 )
 from rallypoint.models import LoadBalancing, ModelShard, Part, SharedPrefixes, adapt_alike
-from rallypoint.models.experts import ExpertLoads
+from rallypoint.models.kinds.experts import ExpertLoads
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
 from rallypoint.prepare.plan import attention_cost

@@ -160,7 +160,7 @@ class PolicySequences(Sequences):
 
     experts: Tensor | None = per_token(optional=True, columns=True, fill=True)
     """[T, bytes] uint8: experts that the sampler chose for the token before each, in every layer of a mixture, see
-    `rallypoint.models.router_replay`; zeros where it is up to the policy. None where all of it is."""
+    `rallypoint.models.kinds.router_replay`; zeros where it is up to the policy. None where all of it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

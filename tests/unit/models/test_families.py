@@ -25,7 +25,7 @@ from rallypoint.engine.forward import trained_positions
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
-from rallypoint.models.experts import replace_routers
+from rallypoint.models.kinds.experts import replace_routers
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Sequences
 

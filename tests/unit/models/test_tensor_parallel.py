@@ -22,8 +22,8 @@ from rallypoint.model_files.load import TokenClassifiers
 from rallypoint.model_files.load_checks import check_agreement
 from rallypoint.models import ModelShard
 from rallypoint.models.attention import ATTENTION
-from rallypoint.models.experts import EXPERTS, replace_routers
 from rallypoint.models.head import lm_head
+from rallypoint.models.kinds.experts import EXPERTS, replace_routers
 from rallypoint.models.norm import replace_norms
 from rallypoint.models.part import Part
 from rallypoint.models.tensor_parallel import cut_model, family_of

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from rallypoint.config.limits import BLOCK_TOKENS
-from rallypoint.models.linear_attention import DeltaStates
+from rallypoint.models.kinds.linear_attention import DeltaStates
 
 Integers = npt.NDArray[np.int64]
 

@@ -23,8 +23,8 @@ from rallypoint.generation.native.kv_cache import LayerShapes, Probe
 from rallypoint.generation.native.recurrent import ByKind, DeltaShapes, is_recurrent, kinds_of_layers
 from rallypoint.models import AttentionRows, lm_head
 from rallypoint.models.head import logit_softcap, soft_capped
+from rallypoint.models.kinds.linear_attention import DeltaRows
 from rallypoint.models.layers import joined
-from rallypoint.models.linear_attention import DeltaRows
 from rallypoint.models.norm import RMSNorm
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512

@@ -20,7 +20,7 @@ from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.recurrent import DeltaShapes, RecurrentStates
 from rallypoint.generation.requests import vocabulary_of
-from rallypoint.models.linear_attention import DeltaInputs, DeltaStates, Recurrence
+from rallypoint.models.kinds.linear_attention import DeltaInputs, DeltaStates, Recurrence
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _MIB = 2**20

@@ -101,7 +101,7 @@ class SampledStep(NamedTuple):
 
     sampled: SampledTokens
     experts: abc.Sequence[bytes] = ()
-    """Experts that chose each token, see `rallypoint.models.router_replay`: [B]; nothing if they are not recorded."""
+    """Experts that chose each token, see `models.kinds.router_replay`: [B]; nothing if they are not recorded."""
 
 
 class DecodeBatch:

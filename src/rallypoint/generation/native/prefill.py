@@ -20,7 +20,7 @@ from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.models import PackedRows
 from rallypoint.models.fused import attend_fused
 from rallypoint.models.head import soft_capped
-from rallypoint.models.linear_attention import DeltaInputs
+from rallypoint.models.kinds.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.models.varlen import Borders, Varlen, find_varlen
 from rallypoint.types import offsets_from_lengths

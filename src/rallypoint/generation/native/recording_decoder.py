@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rallypoint.errors import ModelError
 from rallypoint.families import MIXTURES
 from rallypoint.generation.native.decoder import Decoder, DecoderRows
-from rallypoint.models.experts import routers_of
-from rallypoint.models.router_replay import recorded, written
+from rallypoint.models.kinds.experts import routers_of
+from rallypoint.models.kinds.router_replay import recorded, written
 
 
 class RecordingDecoder(Decoder):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rallypoint.cpu.pages import reserve
 from rallypoint.generation.native.sequence import PrefillChunk
-from rallypoint.models.linear_attention import DeltaInputs, DeltaStates, Recurrence, delta_step
+from rallypoint.models.kinds.linear_attention import DeltaInputs, DeltaStates, Recurrence, delta_step
 from rallypoint.models.products import NO_LIMITS, Limits
 
 

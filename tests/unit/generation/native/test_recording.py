@@ -9,8 +9,8 @@ from rallypoint.generation import NativeEngine, generate
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.protocol import Request
 from rallypoint.models import PackedRows
-from rallypoint.models.experts import routers_of
-from rallypoint.models.router_replay import recorded, written
+from rallypoint.models.kinds.experts import routers_of
+from rallypoint.models.kinds.router_replay import recorded, written
 
 WAYS = {
     "fast": {},

@@ -31,8 +31,8 @@ from rallypoint.generation.native.prefill import prefill_packed
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
 from rallypoint.models.head import soft_capped
+from rallypoint.models.kinds.linear_attention import DeltaInputs
 from rallypoint.models.layer_kernels import HeadNorms, LayerKernels, find_layer_kernels
-from rallypoint.models.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _STEPS_AT_ONCE = 8

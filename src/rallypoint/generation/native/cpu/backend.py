@@ -26,8 +26,8 @@ from rallypoint.generation.native.model_runner import DecodeAttention
 from rallypoint.generation.native.prefill import prefill_packed, wanted_states
 from rallypoint.generation.native.sequence import PrefillChunk
 from rallypoint.generation.sampler import SampledTokens, SamplingMetadata
-from rallypoint.models.experts import same_shapes
-from rallypoint.models.linear_attention import DeltaInputs
+from rallypoint.models.kinds.experts import same_shapes
+from rallypoint.models.kinds.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
 
 _SLOTS_OF_A_CLASS = 64

@@ -14,7 +14,7 @@ from rallypoint.errors import ModelError
 from rallypoint.generation import NativeEngine, SamplingParams, generate
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, gather
-from rallypoint.models.experts import routers_of
+from rallypoint.models.kinds.experts import routers_of
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal

@@ -45,7 +45,7 @@ class Experts(Protocol):
 
 
 class Balance(Protocol):
-    """See `rallypoint.models.load_balancing`."""
+    """See `rallypoint.models.kinds.load_balancing`."""
 
     def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
         """Return the shares of all experts, [T, X], with another gradient; [T, k] of them are chosen."""

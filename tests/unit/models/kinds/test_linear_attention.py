@@ -10,7 +10,7 @@ from torch.nn import functional
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.model_files import load_policy
-from rallypoint.models.linear_attention import DeltaHeads, DeltaInputs, DeltaStates, Recurrence
+from rallypoint.models.kinds.linear_attention import DeltaHeads, DeltaInputs, DeltaStates, Recurrence
 from rallypoint.types import Sequences
 
 HEADS = DeltaHeads(num_keys=2, num_values=4, key_dim=3, value_dim=5)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from rallypoint.models.experts import ExpertLoads, add_up_experts, replace_routers, same_shapes
+from rallypoint.models.kinds.experts import ExpertLoads, add_up_experts, replace_routers, same_shapes
 from rallypoint.parallel import Solo
 
 

@@ -12,7 +12,7 @@ from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy
 from rallypoint.models import gather
-from rallypoint.models.expert_parallel import deal_experts
+from rallypoint.models.kinds.expert_parallel import deal_experts
 from rallypoint.models.tensor_parallel import TensorParts
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES

@@ -12,7 +12,7 @@ from rallypoint.engine import TokenStream, TrainingEngine, choosing_tokens, poli
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy
 from rallypoint.models import LoadBalancing, PackedRows, gather
-from rallypoint.models.experts import routers_of
+from rallypoint.models.kinds.experts import routers_of
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal

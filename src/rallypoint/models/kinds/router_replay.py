@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rallypoint.errors import ModelError
-from rallypoint.models.experts import Router, routers_of
+from rallypoint.models.kinds.experts import Router, routers_of
 
 
 def take_replays(base: nn.Module) -> None:

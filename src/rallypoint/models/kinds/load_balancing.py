@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rallypoint.errors import ModelError
-from rallypoint.models.experts import routers_of
+from rallypoint.models.kinds.experts import routers_of
 from rallypoint.parallel import DeviceMesh
 
 
@@ -105,7 +105,7 @@ class _Counted:
         """[2, X] float64: tokens sent to each expert, and its probabilities."""
 
     def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """See `rallypoint.models.experts.Balance`."""
+        """See `rallypoint.models.kinds.experts.Balance`."""
         weights = self._of.weights
         sent = torch.zeros_like(shares, dtype=weights.dtype).scatter_add(1, chosen, weights.expand(chosen.shape))
         self.sums += torch.stack([sent.sum(0), (shares * weights).sum(0)])
@@ -119,7 +119,7 @@ class _Pulled:
         self._of, self._slope = of, slope
 
     def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """See `rallypoint.models.experts.Balance`."""
+        """See `rallypoint.models.kinds.experts.Balance`."""
         del chosen
         return _AddGradient.apply(shares, (self._of.weights * self._slope).to(shares))
 
