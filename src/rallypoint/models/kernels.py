@@ -102,7 +102,7 @@ class Kernels:
             )
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False) -> Tensor:
-        """Return states, [T, H, D], rotated by angles, [T, D] with two equal halves, or back; see `layers.rotate`."""
+        """Return states, [T, H, D], rotated by angles, [T, D] with two equal halves, or back; see `rotate`."""
         num, heads, dim = states.shape
         states = states if states.stride(2) == 1 else states.contiguous()
         out = states.new_empty(states.shape)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from rallypoint.models.layers import rotate, swiglu
+from rallypoint.models.kinds.attention import rotate
+from rallypoint.models.kinds.mlp import swiglu
 from rallypoint.models.norm import in_strips
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

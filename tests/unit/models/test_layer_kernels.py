@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from rallypoint.generation.native.accelerator.backend import by_kernels
 from rallypoint.generation.native.decoder import PlainDecoder, check_decoder
-from rallypoint.models import layers
+from rallypoint.models.kinds import mlp
 from rallypoint.models.layer_kernels import HeadNorms, LayerKernels, find_layer_kernels, is_right
 from rallypoint.models.layers import replace_layers
 
@@ -84,9 +84,9 @@ def test_the_training_pass_takes_them_and_recomputed_activations_allow_it(monkey
     gate, up = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
     found = []
     for kernels in (None, InOperators()):
-        monkeypatch.setattr(layers, "find_layer_kernels", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr(mlp, "find_layer_kernels", lambda _, kernels=kernels: kernels)
         inputs = [part.clone().requires_grad_() for part in (gate, up)]
-        out = checkpoint(layers.swiglu, *inputs, use_reentrant=False)
+        out = checkpoint(mlp.swiglu, *inputs, use_reentrant=False)
         out.square().sum().backward()
         found.append([out.detach(), *(part.grad for part in inputs)])
     for one, other in zip(*found, strict=True):

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rallypoint.models.attention import ATTENTION, PackedRows
-from rallypoint.models.layers import GatedMLP, replace_layers
+from rallypoint.models.kinds.mlp import GatedMLP
+from rallypoint.models.layers import replace_layers
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
