@@ -64,11 +64,13 @@ EXPERT_MESHES: dict[str, dict[str, int]] = {
     "ep2 x tp2": {"ep": 2, "tp": 2},
 }
 """Meshes of mixtures of experts."""
+OTHER_MIXTURES = ("gpt_oss",)
+"""Families that have one cell of each of these meshes; Qwen3-MoE has all."""
 ALL_MESHES = MESHES | EXPERT_MESHES
 CAPS = {"one micro-batch": 10_000, "many": 48}
 COLUMNS = (("packed", "padded"), tuple(CAPS), ("actor", "critic"), ("float64", "float32"))
 """The columns beside the mesh: rows, cut, role, dtype."""
-FAMILIES = ("qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2")
+FAMILIES = ("qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen3_next", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2")
 """Beside Qwen3, which all cells are of."""
 OF_FAMILIES = (
     ("1 process", "packed", "one micro-batch"),
@@ -131,6 +133,7 @@ def cases(*, whole: bool) -> Iterator[Case]:
         if whole or cell[0] != "1 process" or cell == BASE:
             yield Case(*cell, "actor", "float64", family)
     for place, mesh in enumerate(EXPERT_MESHES):
+        yield from (Case(mesh, "packed", "many", "actor", "float64", family) for family in OTHER_MIXTURES)
         for role in COLUMNS[2] if whole else COLUMNS[2][place % 2 : place % 2 + 1]:
             yield Case(*BASE, role, "float64", "qwen3_moe")
             for rows, cut in itertools.product(*COLUMNS[:2]) if whole else zip(COLUMNS[0], reversed(CAPS), strict=True):

@@ -23,6 +23,7 @@ from parity_rank import (
     MESHES,
     OF_FAMILIES,
     OF_LOSSES,
+    OTHER_MIXTURES,
     WHOLE,
     Case,
     cases,
@@ -152,6 +153,17 @@ def write_page(folder: Path) -> str:
         of_mesh = [Case(mesh, *cell, role, "float64", "qwen3_moe") for role in ("actor", "critic") for cell in head]
         errors = [max(error_of(folder, case).values()) for case in of_mesh]
         lines.append(f"| {mesh} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
+    lines += [
+        "",
+        "An actor of other mixtures, packed, many:",
+        "",
+        "| family | " + " | ".join(EXPERT_MESHES) + " |",
+        "|---|" + "---:|" * len(EXPERT_MESHES),
+    ]
+    for family in OTHER_MIXTURES:
+        of_meshes = [Case(mesh, "packed", "many", "actor", "float64", family) for mesh in EXPERT_MESHES]
+        errors = [f"{max(error_of(folder, case).values()):.1e}" for case in of_meshes]
+        lines.append(f"| {family} | " + " | ".join(errors) + " |")
     lines += [
         "",
         "## Other families, actor, float64",

@@ -114,8 +114,13 @@ def test_the_kernel_finds_what_products_find(dtype, heads, kv_heads, dim):
     assert is_right(PagedKernel(), shapes)
 
 
+SINKS = torch.linspace(-2.0, 4.0, 8, device=DEVICE)
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
-@pytest.mark.parametrize("limits", [Limits(), Limits(window=100), Limits(softcap=20.0)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [Limits(), Limits(window=100), Limits(softcap=20.0), Limits(100, sinks=SINKS)], ids=str
+)
 def test_the_kernel_finds_it_for_many_rows_and_long_ones(num_rows, limits):
     pytest.importorskip("triton")
     cache = KVCache(9000, LayerShapes(1, 8, 4, 64, torch.zeros(1, dtype=torch.float32, device=DEVICE)))

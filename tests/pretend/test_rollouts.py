@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from accelerator_forms import accelerator_forms
+from tiny_families import make_family_model
 from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -36,9 +37,12 @@ def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3", num_layers=1, max_positions=256)
 
 
-@pytest.fixture(scope="module")
-def gemma2(tmp_path_factory):
-    """Layers have windows and softcaps, and it goes through its own code."""
+@pytest.fixture(scope="module", params=["gemma2", "gpt_oss"])
+def limited(request, tmp_path_factory):
+    """Layers have windows and softcaps, or sinks, and it goes through its own code."""
+    if request.param == "gpt_oss":
+        sizes = {"vocab_size": 20, "max_position_embeddings": 256}
+        return make_family_model(tmp_path_factory.mktemp("model"), request.param, **sizes)
     limits = {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
     sizes = {**TINY, "vocab_size": 20, "max_position_embeddings": 256, "num_hidden_layers": 1}
     torch.manual_seed(0)
@@ -103,8 +107,8 @@ def test_whichever_way_rows_go_through_the_model_they_have_the_bits_of_the_cpu(f
     assert_bits(lambda device: outputs_of(make_engine(folder, device, **how), asked))
 
 
-def test_windows_and_softcaps_have_the_bits_of_the_cpu(gemma2):
-    assert_bits(lambda device: outputs_of(make_engine(gemma2, device), requests(ALIKE, lengths=[20])))
+def test_windows_softcaps_and_sinks_have_the_bits_of_the_cpu(limited):
+    assert_bits(lambda device: outputs_of(make_engine(limited, device), requests(ALIKE, lengths=[20])))
 
 
 def test_prompts_that_look_back_and_streamed_ones_have_the_bits_of_the_cpu(folder):

@@ -9,6 +9,7 @@ TARGETS = (("cuda", 90, 32), ("hip", "gfx942", 64))
 STATES = ("out", "query", "keys", "values", "key", "value", "logits", "states", "cos", "sin")
 STATES += (
     "total",
+    "sinks",
     "normed",
     "added",
     "weight",
@@ -37,7 +38,7 @@ def main() -> None:
 
     types = {**OTHERS, **dict.fromkeys(STATES, "*bf16")}
     widths = {"SIZE": 32, "DIM": 128, "SHARE": 16, "PARTS": 8, "HAS_CAP": True, "HAS_WINDOW": True, "HAS_ENTROPY": True}
-    widths |= {"BLOCK": 4096, "HEADS": 16, "HALF": 64, "SIGN": -1.0, "HAS_NORM": True}
+    widths |= {"HAS_SINKS": True, "BLOCK": 4096, "HEADS": 16, "HALF": 64, "SIGN": -1.0, "HAS_NORM": True}
     ours = attention._write, attention._attend, attention._join, kernels._statistics, kernels._gradient
     exact = (
         *(kernels._rotate, layer_kernels._add_norm, layer_kernels._turn),

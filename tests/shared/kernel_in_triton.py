@@ -14,7 +14,14 @@ from rallypoint.generation.native.block_manager import AttentionMetadata, BlockM
 from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.models.products import Limits
 
-LIMITS = {"all": Limits(), "window": Limits(window=9), "softcap": Limits(softcap=1.5), "both": Limits(70, 2.0)}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 30.0])
+LIMITS = {
+    "all": Limits(),
+    "window": Limits(window=9),
+    "softcap": Limits(softcap=1.5),
+    "both": Limits(70, 2.0),
+    "sinks": Limits(9, sinks=SINKS),
+}
 
 
 @torch.no_grad()

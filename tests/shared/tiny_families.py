@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -49,6 +50,9 @@ HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 4,
 }
 FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "gpt_oss": lambda **sizes: GptOssConfig(
+        **sizes, head_dim=8, sliding_window=4, num_local_experts=8, num_experts_per_tok=3
+    ),
     "llama": LlamaConfig,
     "mistral": lambda **sizes: MistralConfig(**sizes, sliding_window=4),
     "qwen2": Qwen2Config,
@@ -69,9 +73,9 @@ FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 """By the `model_type` of config.json; each takes `SIZES`, changed or not."""
 
 
-def make_family_model(folder: Path, model_type: str) -> str:
+def make_family_model(folder: Path, model_type: str, **sizes: int) -> str:
     """Write a policy with random weights to a folder, norms and biases too, and return the folder."""
-    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[model_type](**SIZES))
+    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[model_type](**SIZES | sizes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

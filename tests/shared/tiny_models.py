@@ -6,13 +6,14 @@ For tests, the programs that they start, and the fixtures of every folder: each 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
+from rallypoint.config import Architecture
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
 from rallypoint.model_files import create_model
 
@@ -34,7 +35,7 @@ def make_tiny_model(
     folder: Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    architecture: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text"] = "llama",
+    architecture: Architecture = "llama",
     hidden_size: int = 16,
     num_layers: int = 2,
     num_heads: int = 4,

@@ -15,6 +15,7 @@ from rallypoint.config.sections.learning import (
     ServedTeacherConfig,
 )
 from rallypoint.config.sections.material import (
+    Architecture,
     CreateModelConfig,
     LoRAConfig,
     OnTooLong,
@@ -32,6 +33,7 @@ __all__ = [
     "WATCHED",
     "Activations",
     "ActorConfig",
+    "Architecture",
     "CheckConfig",
     "CreateModelConfig",
     "CriticConfig",

@@ -371,6 +371,8 @@ class SequenceParallelRows:
         shares = [states.unflatten(1, (sp.size, -1)) for states in (query, key, value)]
         num_heads = [share.shape[2] for share in shares]
         query, key, value = exchange_for_columns(torch.cat(shares, 2), sp, sizes).split(num_heads, 1)
+        if limits.sinks is not None:  # their gradient is a sum over ranks, as that of all weights
+            limits = dataclasses.replace(limits, sinks=limits.sinks.chunk(sp.size)[sp.rank])
         out = self._rows.attend(layer, query, key, value, scaling, limits)
         return exchange_for_rows(out, sp, sizes).flatten(1, 2)
 

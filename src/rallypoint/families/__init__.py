@@ -35,10 +35,8 @@ def small_experts(model_type: str, intermediate_size: int) -> dict[str, int]:
     >>> small_experts("qwen3_moe", 32)
     {'num_experts': 8, 'num_experts_per_tok': 2, 'moe_intermediate_size': 8, 'norm_topk_prob': True}
     """
-    if model_type not in MIXTURES:
-        return {}
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, intermediate_size // 4)}
-    return sizes | {"norm_topk_prob": True}
+    make = MIXTURES[model_type].small_experts if model_type in MIXTURES else None
+    return {} if make is None else make(intermediate_size)
 
 
 def small_linear_attention(model_type: str, num_heads: int, head_dim: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 class Cut(enum.Enum):
     """The part of a module inside a block that a rank has."""
 
-    OUTPUTS = "some outputs: rows of the weight, and of the bias"
+    OUTPUTS = "some outputs: rows of the weight, and of the bias; or some of one weight's numbers, as of heads"
     INPUTS = "some inputs: columns of the weight; the bias is whole, and its gradient a sum over the ranks"
     SUMMED = "all of it, and the gradient is a sum over the ranks"
 
@@ -53,7 +53,7 @@ class Family:
     mlps: tuple[str, ...] = ()
     """Classes of MLPs that are down(act(gate(x)) * up(x)), with a `config.hidden_act`."""
     routers: tuple[str, ...] = ()
-    """Classes of routers that choose by softmax, as in Qwen3-MoE."""
+    """Classes of routers that choose by softmax, as in Qwen3-MoE; shares add up to 1 if they do not say otherwise."""
     within: str | None = None
     """Value of `model_type` of models that see as well, whose files hold it as their `language_model`."""
     linear_attentions: tuple[str, ...] = ()
@@ -67,10 +67,19 @@ class Family:
     them."""
     gates_attention: bool = False
     """Whether what comes out of attention has a gate, if config.json does not say."""
+    has_biases: bool = False
+    """Whether all products of a layer have biases, those of experts and routers, too."""
+    small_experts: Callable[[int], dict[str, int]] | None = None
+    """(width inside an MLP) -> fields of config.json of a small mixture: 8 experts of a quarter, two for a token."""
     caps_logits: bool = False
     """Whether its config has a `final_logit_softcapping`."""
     ties_embeddings: bool = False
     """Whether embedding and head are tied if config.json does not say."""
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether heads have sinks, see `rallypoint.models.sinks`."""
+        return any("sinks" in block for block in self.blocks.values())
 
     @property
     def norms_heads(self) -> bool:

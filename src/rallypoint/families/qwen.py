@@ -8,6 +8,12 @@ Qwen3-Next an MLP that all tokens pass stands beside the experts; every rank of 
 
 from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, Family, Norm, own_window
 
+
+def _small_experts(width: int) -> dict[str, int]:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, width // 4)}
+    return sizes | {"norm_topk_prob": True}
+
+
 QWEN2 = Family(
     "qwen2",
     {"self_attn": ATTENTION, "mlp": GATED_MLP},
@@ -33,6 +39,7 @@ QWEN3_MOE = Family(
     routers=("Qwen3MoeTopKRouter",),
     experts="mlp.experts",
     stored_experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    small_experts=_small_experts,
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
@@ -53,4 +60,5 @@ QWEN3_NEXT = Family(
     gates_attention=True,
     experts="mlp.experts",
     stored_experts=QWEN3_MOE.stored_experts,
+    small_experts=_small_experts,
 )

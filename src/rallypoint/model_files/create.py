@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rallypoint.config import Architecture
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
 from rallypoint.families import small_experts, small_linear_attention
@@ -25,6 +27,7 @@ from rallypoint.model_files.locate import SINGLE, quiet_transformers
 from rallypoint.models import MAKING
 
 ARCHITECTURES = {
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -36,7 +39,7 @@ def create_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    architecture: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text"],
+    architecture: Architecture,
     hidden_size: int,
     num_layers: int,
     num_heads: int,
@@ -68,6 +71,7 @@ def create_model(
     """
     quiet_transformers()
     (make_config, make_model), head_dim = ARCHITECTURES[architecture], hidden_size // num_heads
+    sizes = {"intermediate_size": intermediate_size, **small_experts(architecture, intermediate_size)}
     config = make_config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -75,14 +79,13 @@ def create_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
-        intermediate_size=intermediate_size,
         tie_word_embeddings=tie_embeddings,
         initializer_range=initializer_range,
         max_position_embeddings=max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,  # with one, transformers would never train that id's embedding
-        **small_experts(architecture, intermediate_size),
+        **sizes,
         **small_linear_attention(architecture, num_heads, head_dim),
     )
     with MAKING, torch.random.fork_rng(devices=()):

@@ -31,6 +31,7 @@ from rallypoint.families import FAMILIES
 from rallypoint.model_files.adapters import adapters_of, fill_adapters
 from rallypoint.model_files.load_checks import check_agreement, check_finite, fit, make_sketch
 from rallypoint.model_files.locate import explained, find_weights, read_config, read_generation_config
+from rallypoint.model_files.mxfp4 import read_packed
 from rallypoint.model_files.reader import TensorFiles
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.shard import ModelShard, allocate, build
@@ -353,6 +354,7 @@ def _read(
     """Read the weights of a model; optional weights that the files lack become zero."""
     found = fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
     files.read(found.reads)
+    read_packed(files, found.packed)
     for one, other in found.same:
         if not files.equal(one, other):
             raise ModelError(

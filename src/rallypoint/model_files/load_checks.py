@@ -27,11 +27,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
+from rallypoint.model_files.mxfp4 import PackedRead, find_packed, packed_names
 from rallypoint.model_files.reader import Read, TensorFiles
 from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models.attention import ATTENTION, PackedRows
 from rallypoint.models.head import logit_softcap, soft_capped
-from rallypoint.models.kinds.experts import EXPERTS
+from rallypoint.models.kinds.experts import EXPERTS, OWN_CODE
 from rallypoint.models.shard import ModelShard, allocate, build
 from rallypoint.parallel import Collective, DeviceMesh
 
@@ -71,7 +72,7 @@ def check_agreement(path: str, model: PreTrainedModel, head: nn.Module) -> None:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path}: {type(model).__name__} cannot run on packed rows: {error}") from error
     model.set_attn_implementation("eager")
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation(OWN_CODE)
     try:
         theirs = torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits.flatten(0, -2) for row in rows])
     finally:
@@ -238,6 +239,7 @@ class Fit:
     """Optional weights that the files lack."""
     same: tuple[tuple[str, str], ...]
     """Pairs of tensors that are one weight of the model and must be equal."""
+    packed: tuple[PackedRead, ...]
 
 
 def fit(
@@ -262,7 +264,8 @@ def fit(
     wanted = _Wanted(shard, files)
     problems: list[tuple[str, str]] = []
     for name in shard.parts:
-        problems += wanted.look(name, tuple(may_lack))
+        if not wanted.look_packed(path, name):
+            problems += wanted.look(name, tuple(may_lack))
     left = [name for name in files.entries if name not in wanted.used]
     ignored = re.compile("|".join((*_HARMLESS, *may_exceed, *(shard.model._keys_to_ignore_on_load_unexpected or ()))))
     superfluous = [name for name in left if not ignored.search(name)]
@@ -272,7 +275,7 @@ def fit(
             f"{path}: the weights do not fit config.json, which describes a {type(shard.model).__name__}:{listed}\n"
             "Give the config.json and the safetensors files that were saved together."
         )
-    return Fit(tuple(wanted.reads), tuple(wanted.lacking), tuple(wanted.same))
+    return Fit(tuple(wanted.reads), tuple(wanted.lacking), tuple(wanted.same), tuple(wanted.packed))
 
 
 class _Wanted:
@@ -288,6 +291,15 @@ class _Wanted:
         self.missing: list[str] = []
         self.lacking: list[str] = []
         self.same: list[tuple[str, str]] = []
+        self.packed: list[PackedRead] = []
+
+    def look_packed(self, path: str, name: str) -> bool:
+        """Find a weight in MXFP4, and say whether it is there."""
+        read = find_packed(path, self._files.entries, name, self._shard.parts[name], self._tensors[name])
+        if read is not None:
+            self.packed.append(read)
+            self.used.update(packed_names(name))
+        return read is not None
 
     def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Find the pieces of a weight under any of its names, and yield those that are wrong with the reason."""

@@ -31,6 +31,7 @@ from rallypoint.data.hub import check_hub
 from rallypoint.data.remote import here
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
+from rallypoint.model_files.mxfp4 import METHOD
 from rallypoint.model_files.reader import TensorFiles
 
 SINGLE = "model.safetensors"
@@ -62,9 +63,12 @@ def read_config(path: str, trust_remote_code: bool, **changes: Any) -> PreTraine
         config = AutoConfig.from_pretrained(path, **_options(path, trust_remote_code), **changes)
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "quantized")
-        raise ModelError(
-            f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
-        )
+        if method != METHOD:
+            raise ModelError(
+                f"{path}: its weights are quantized ({method}), which cannot be trained; use the original ones"
+            )
+        # They are read as ordinary numbers, and saved so.
+        del config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
     return _language_model(config, changes)
 
 

@@ -36,7 +36,7 @@ from rallypoint.parallel.transfer import sent
 ATTENTION = "rallypoint_rows"
 
 # Options of some families, by transformers' names.
-_UNSUPPORTED = ("s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 class AttentionRows(Protocol):
@@ -53,7 +53,7 @@ class AttentionRows(Protocol):
             key: [T, K, D] with K key/value heads, H a multiple of K.
             value: [T, K, D].
             scaling: factor of the scores.
-            limits: window and soft cap of the scores.
+            limits: window, soft cap and sinks of the scores.
 
         Returns:
             [T, H, D].
@@ -73,6 +73,7 @@ def attend_rows(
     rows: AttentionRows,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Adapt transformers' calling convention ([1, H, T, D] in, [1, T, H, D] out) to `AttentionRows`.
@@ -86,7 +87,7 @@ def attend_rows(
     if asked:
         raise ValueError(f"packed attention does not support {', '.join(asked)} yet")
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
-    limits = Limits(sliding_window, softcap)
+    limits = Limits(sliding_window, softcap, s_aux)
     out = rows.attend(int(module.layer_idx), query, key, value, scaling, limits)  # pyright: ignore[reportArgumentType]
     return out.unsqueeze(0), None
 
@@ -143,7 +144,7 @@ class PackedRows:
         if kernel is not None:
             if self._keys is None:
                 self._keys = PackedKeys(*self._layout)
-            return self._keys.attend(kernel, query, key, value, scaling, limits.window)
+            return self._keys.attend(kernel, query, key, value, scaling, limits)
         # Rectangles are in order of length.
         by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
         others = self._slots.rectangles[len(by_products) :]
@@ -161,7 +162,10 @@ class PackedRows:
         ]
         if by_products or not others:
             batches = self._batches_of(by_products, kv_heads, share, limits.window, query)
-            outs.insert(0, CausalProducts.apply(*first, batches, scaling, limits.softcap))
+            sinks = limits.sinks  # of all rows, as `_suits_products` says
+            if sinks is not None:
+                sinks = Folded.apply(sinks.expand(query.shape[:2]).unsqueeze(2), of_query)
+            outs.insert(0, CausalProducts.apply(*first, sinks, batches, scaling, limits.softcap))
         return Unfolded.apply(torch.cat(outs) if len(outs) > 1 else outs[0], of_query).view(query.shape)
 
     def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
@@ -224,7 +228,7 @@ def _length_classes(lengths: Tensor) -> list[Tensor]:
 
 def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
     """Whether rows of this length are computed by products rather than by the fused kernel."""
-    if limits.softcap is not None:  # the fused kernel knows none
+    if limits.softcap is not None or limits.sinks is not None:  # the fused kernel knows none
         return True
     return computes_in_pieces(query.device) and min(limits.window or longest, longest) <= LONGEST_FOR_PRODUCTS
 

@@ -16,8 +16,8 @@ padded with zeros; and a window is cut into pieces of its own length, each of wh
     queries 3 4 5   see      1 2   3 4 5             of the keys 0 to 5, by a mask that all pieces have in common
 
 Left to the math kernel are float64, which nobody trains in, and bfloat16 on devices before 8.0, of which the log warns.
-No kernel knows scores with a soft cap: they are computed by products (`rallypoint.models.products`), and the plan of
-memory counts them.
+No kernel knows scores with a soft cap or sinks: they are computed by products (`rallypoint.models.products`), and the
+plan of memory counts them. Next to sinks flash can be had (`rallypoint.models.varlen`).
 """
 
 from __future__ import annotations

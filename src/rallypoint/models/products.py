@@ -19,18 +19,22 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rallypoint.config.limits import QUERIES_PER_BLOCK, QUERIES_PER_BLOCK_IN_HALF
+from rallypoint.models.sinks import softmax_with_sinks
 
 _ALIGNMENT = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of attention in some families: which tokens are seen, and how large scores become."""
+    """Limits of attention in some families: which tokens are seen, how large scores become, and what takes a share."""
 
     window: int | None = None
     """Number of tokens that each sees, itself included; None for all before it."""
     softcap: float | None = None
     """Bound of the scores s, which become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118)."""
+    sinks: Tensor | None = None
+    """[H] scores of one more key for each head, which all queries see, and whose value is zero; see
+    `rallypoint.models.sinks`."""
 
 
 NO_LIMITS = Limits()
@@ -109,15 +113,17 @@ class _Context(FunctionCtx):
     batches: Sequence[SequenceBatch]
     scaling: float
     softcap: float | None
+    has_sinks: bool
 
 
-_Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, None, None, None]
+_Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]
 
 
 class CausalProducts(torch.autograd.Function):
     """Attention over batches of sequences that are concatenated.
 
-    Keys and values are [sum of N * L, D]; queries, in block order, [sum of N * L * share, D].
+    Keys and values are [sum of N * L, D]; queries, in block order, [sum of N * L * share, D], and their sinks, if there
+    are any, [sum of N * L * share, 1].
     """
 
     @staticmethod
@@ -126,25 +132,26 @@ class CausalProducts(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         batches: Sequence[SequenceBatch],
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
         out = torch.empty_like(query)
         shares: list[Tensor] = []
-        sequences, cut = _sequences(batches, key, value), _blocks(batches, query, out)
+        sequences, cut = _sequences(batches, key, value), _blocks(batches, query, out, *_given(sinks))
         for batch, (k, v), blocks in zip(batches, sequences, cut, strict=True):
-            for block, (q, o) in zip(batch.blocks, blocks, strict=True):
+            for block, (q, o, *sink) in zip(batch.blocks, blocks, strict=True):
                 keys = k[:, block.keys].transpose(1, 2)
                 if softcap is None:
                     scores = torch.baddbmm(block.mask, q, keys, alpha=scaling)
                 else:
                     capped = (q @ keys).mul_(scaling / softcap).tanh_()
                     scores = torch.add(block.mask, capped, alpha=softcap)
-                shares.append(scores.softmax(-1))
+                shares.append(softmax_with_sinks(scores, sink[0] if sink else None))
                 torch.bmm(shares[-1], v[:, block.keys], out=o)
         ctx.save_for_backward(query, key, value, *shares)
-        ctx.batches, ctx.scaling, ctx.softcap = batches, scaling, softcap
+        ctx.batches, ctx.scaling, ctx.softcap, ctx.has_sinks = batches, scaling, softcap, sinks is not None
         return out
 
     @staticmethod
@@ -152,15 +159,19 @@ class CausalProducts(torch.autograd.Function):
     def backward(ctx: _Context, grad: Tensor) -> _Gradients:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         query, key, value, *shares = ctx.saved_tensors
         grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
+        grad_sinks = query.new_empty(len(query), 1) if ctx.has_sinks else None
         sequences = _sequences(ctx.batches, key, value, grad_key, grad_value)
-        cut = _blocks(ctx.batches, query, grad.contiguous(), grad_query)
+        cut = _blocks(ctx.batches, query, grad.contiguous(), grad_query, *_given(grad_sinks))
         # Last block first: it sees all keys of a sequence.
         for batch, (k, v, grad_k, grad_v), blocks in reversed(list(zip(ctx.batches, sequences, cut, strict=True))):
             sum_k, sum_v = (_Sum(total, len(blocks)) for total in (grad_k, grad_v))
-            for block, (q, g, grad_q) in reversed(list(zip(batch.blocks, blocks, strict=True))):
+            for block, (q, g, grad_q, *grad_sink) in reversed(list(zip(batch.blocks, blocks, strict=True))):
                 keys, share = block.keys, shares.pop()
                 # The scaling of the scores is applied here: all that follows is linear in it.
                 grad_share = torch.baddbmm(block.mask, g, v[:, keys].transpose(1, 2), beta=0.0, alpha=ctx.scaling)
+                for total in grad_sink:  # its share is what the others leave, and its value is zero
+                    mean = (grad_share * share).sum(-1, keepdim=True)
+                    total.copy_(mean * (share.sum(-1, keepdim=True) - 1) / ctx.scaling)
                 grad_scores = torch.ops.aten._softmax_backward_data.out(
                     grad_share, share, -1, share.dtype, grad_input=grad_share
                 )
@@ -172,7 +183,11 @@ class CausalProducts(torch.autograd.Function):
                 sum_v.add_product(keys, share.transpose(1, 2), g)
             sum_k.finish()
             sum_v.finish()
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _given(states: Tensor | None) -> list[Tensor]:
+    return [] if states is None else [states]
 
 
 class _Sum:

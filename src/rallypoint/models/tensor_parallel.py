@@ -134,6 +134,9 @@ class _Cutter:
         _share_experts(experts, own, self._tp)
 
     def _cut_outputs(self, block: nn.Module, name: str) -> None:
+        if name in (own := dict(block.named_parameters(recurse=False))):  # a number of each head
+            self._narrow(block, name, 0, self._own(len(own[name]), name))
+            return
         linear = cast("nn.Linear", block.get_submodule(name))
         own = self._own(linear.weight.shape[0], f"outputs of {name}")
         for weight_name, _ in list(linear.named_parameters(recurse=False)):

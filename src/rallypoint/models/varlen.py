@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from rallypoint.models.prefix import Copies, SharedPrefixes
 from rallypoint.models.products import Limits
+from rallypoint.models.sinks import gradient_of_sinks, with_sinks
 from rallypoint.parallel.transfer import sent
 
 _MAX_HEAD = 256
@@ -59,7 +60,7 @@ class Varlen(Protocol):
         value: Tensor,
         rows: tuple[Borders, Borders],
         scaling: float,
-        window: int | None,
+        limits: Limits,
     ) -> Tensor:
         """Return the attention output: [T, H, D].
 
@@ -69,7 +70,7 @@ class Varlen(Protocol):
             value: likewise.
             rows: borders of queries and of keys; a row has no more queries than keys.
             scaling: factor of the scores.
-            window: number of keys that a query sees, its own included; None for all up to its own.
+            limits: window and sinks; without a soft cap.
         """
         ...
 
@@ -85,16 +86,16 @@ def find_varlen(query: Tensor, kv_heads: int, limits: Limits) -> Varlen | None:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     if not may_have_varlen(query.device) or not is_half or limits.softcap is not None:
         return None
-    return _checked(query.device, query.dtype, heads // kv_heads, dim)
+    return _checked(query.device, query.dtype, heads // kv_heads, dim, has_sinks=limits.sinks is not None)
 
 
 @functools.cache
-def _checked(device: torch.device, dtype: torch.dtype, share: int, dim: int) -> Varlen | None:
+def _checked(device: torch.device, dtype: torch.dtype, share: int, dim: int, *, has_sinks: bool) -> Varlen | None:
     """Return the kernel if it computes what products compute there; otherwise None, and a line in the log."""
     if dim > _MAX_HEAD or torch.cuda.get_device_capability(device) < _CAPABILITY:
         return None
     try:
-        if is_right(flash, device, dtype, share, dim):
+        if is_right(flash, device, dtype, share, dim, has_sinks=has_sinks):
             return flash
         reason = "it computes something else there"
     except (RuntimeError, TypeError, AttributeError) as error:  # of a torch whose operator is another one
@@ -104,18 +105,18 @@ def _checked(device: torch.device, dtype: torch.dtype, share: int, dim: int) -> 
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, limits: Limits
 ) -> Tensor:
     """See `Varlen`; once differentiable, and with the same bits every time while torch is asked for that."""
     missing = -query.shape[-1] % _HEAD_MULTIPLE
     if missing:
         query, key, value = (functional.pad(states, (0, missing)) for states in (query, key, value))
-    out: Tensor = _Flash.apply(query, key, value, rows, scaling, window)  # pyright: ignore[reportAssignmentType] - `apply` is untyped
+    out: Tensor = _Flash.apply(query, key, value, limits.sinks, rows, scaling, limits.window)  # pyright: ignore[reportAssignmentType] - `apply` is untyped
     return out[..., :-missing] if missing else out
 
 
 def by_products(
-    query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, limits: Limits
 ) -> Tensor:
     """See `Varlen`: what the kernel is compared with, row by row."""
     share = query.shape[1] // key.shape[1]
@@ -129,10 +130,12 @@ def by_products(
             states[at_key : at_key + num_keys].transpose(0, 1).repeat_interleave(share, 0) for states in (key, value)
         )
         seen = torch.ones(num, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num)
-        if window is not None:
-            seen = seen.triu(num_keys - num - window + 1)
+        if limits.window is not None:
+            seen = seen.triu(num_keys - num - limits.window + 1)
         scores = (asked @ keys.transpose(1, 2) * scaling).masked_fill(~seen, float("-inf"))
-        parts.append((scores.softmax(-1) @ values).transpose(0, 1))
+        if limits.sinks is not None:  # one more key, whose value is zero
+            scores = torch.cat([scores, limits.sinks.view(-1, 1, 1).expand(-1, num, 1)], -1)
+        parts.append((scores.softmax(-1)[..., :num_keys] @ values).transpose(0, 1))
     return torch.cat(parts)
 
 
@@ -140,7 +143,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_right(attend: Varlen, device: torch.device, dtype: torch.dtype, share: int, dim: int) -> bool:
+def is_right(
+    attend: Varlen, device: torch.device, dtype: torch.dtype, share: int, dim: int, *, has_sinks: bool = False
+) -> bool:
     """Say whether outputs and gradients are those of products, for rows with more keys than queries, and windows."""
     generator = torch.Generator().manual_seed(0)
     lengths, key_lengths = torch.tensor([3, 70, 33]), torch.tensor([3, 75, 129])
@@ -148,13 +153,16 @@ def is_right(attend: Varlen, device: torch.device, dtype: torch.dtype, share: in
     sizes = ((int(lengths.sum()), 2 * share), (int(key_lengths.sum()), 2), (int(key_lengths.sum()), 2))
     numbers = [torch.randn(*size, dim, generator=generator).to(device, dtype) for size in sizes]
     weights = torch.randn(*numbers[0].shape, generator=generator).to(device, dtype)
+    if has_sinks:
+        numbers.append(torch.randn(2 * share, generator=generator).to(device, dtype))
     for window in (None, 20):
         found: list[tuple[Tensor, ...]] = []
         for way, kind in ((attend, dtype), (by_products, torch.float32)):
             # Whatever a training pass does with the tensors of its layers is not for these.
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                states = query, key, value = [number.to(kind).detach().requires_grad_() for number in numbers]
-                out = way(query, key, value, rows, dim**-0.5, window)
+                states = [number.to(kind).detach().requires_grad_() for number in numbers]
+                limits = Limits(window, sinks=states[3] if has_sinks else None)
+                out = way(states[0], states[1], states[2], rows, dim**-0.5, limits)
             found.append((out.detach(), *torch.autograd.grad(out, states, weights.to(kind))))
         for one, other in zip(*found, strict=True):
             if not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max()):
@@ -191,7 +199,7 @@ class PackedKeys:
         self.rows = Borders.of(num_own[asks], device), Borders.of(lengths[asks], device)
 
     def attend(
-        self, kernel: Varlen, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+        self, kernel: Varlen, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits
     ) -> Tensor:
         """Return the attention output of a stream, [T, H, D]; that of filler behind the last row is zero."""
         num, num_filler = self.num_tokens, len(query) - self.num_tokens
@@ -199,14 +207,14 @@ class PackedKeys:
             query, key, value = query[:num], key[:num], value[:num]
         if self._copies is not None:
             key, value = (self._copies.of_rows(states) for states in (key, value))
-        out = kernel(query, key, value, self.rows, scaling, window) if num else query
+        out = kernel(query, key, value, self.rows, scaling, limits) if num else query
         return functional.pad(out, (0, 0, 0, 0, 0, num_filler)) if num_filler else out
 
 
 class _Context(FunctionCtx):
     """State between the forward and the backward pass."""
 
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[Any, ...]
     rows: tuple[Borders, Borders]
     options: dict[str, float | int | None]
     is_causal: bool
@@ -219,6 +227,7 @@ class _Flash(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         rows: tuple[Borders, Borders],
         scaling: float,
         window: int | None,
@@ -229,19 +238,23 @@ class _Flash(torch.autograd.Function):
         if window is not None:
             ctx.options |= {"window_size_left": window - 1, "window_size_right": 0}
         sizes = offsets, key_offsets, longest, longest_key
-        out, *kept, _ = torch.ops.aten._flash_attention_forward(
+        out, total, *random, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *sizes, 0.0, ctx.is_causal, False, **ctx.options
         )
-        ctx.save_for_backward(query, key, value, out, *kept)
+        if sinks is not None:
+            out, total = with_sinks(out, total, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, total, *random)  # pyright: ignore[reportArgumentType] - takes None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        query, key, value, out, scores, *random = ctx.saved_tensors
+        query, key, value, sinks, out, total, *random = ctx.saved_tensors
         (offsets, longest), (key_offsets, longest_key) = ctx.rows
         sizes = offsets, key_offsets, longest, longest_key
+        # The shares of keys are exp(score - total), so that a total with sinks in it gives what they leave.
         grads = torch.ops.aten._flash_attention_backward(
-            grad, query, key, value, out, scores, *sizes, 0.0, ctx.is_causal, *random, **ctx.options
+            grad, query, key, value, out, total, *sizes, 0.0, ctx.is_causal, *random, **ctx.options
         )
-        return *grads, None, None, None
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, total, sinks)
+        return *grads, of_sinks, None, None, None

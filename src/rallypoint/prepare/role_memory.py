@@ -283,7 +283,8 @@ def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int,
     queries has scores for itself and for what is before it.
     """
     longest = num_tokens
-    if all(mixer.has_fused_kernel for mixer in shape.mixers):
+    has_flash = config.cluster.device != "cpu" and config.model.dtype != "float32"
+    if all(mixer.has_fused_kernel(has_flash=has_flash) for mixer in shape.mixers):
         if config.cluster.device != "cpu":
             return 0, 0
         longest = min(num_tokens, LONGEST_FOR_PRODUCTS)

@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "actor.mesh.ep=2",
         (
             "actor.mesh.ep=2: models of type 'llama' have no experts",
-            "of type qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
+            "of type gpt_oss, qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
         ),
     ),
     "fit: an engine that does not say which experts it chose": (
@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "rollout.router_replay=true: models of type 'llama' have no experts",
             "actor.router_aux_loss_coef=0.01: models of type 'llama' have no experts",
-            "those of type qwen3_moe, qwen3_next have. Leave it out",
+            "those of type gpt_oss, qwen3_moe, qwen3_next have. Leave it out",
         ),
     ),
     "fit: mesh and ranks": (

@@ -19,7 +19,9 @@ def shape_of(values: dict) -> ModelShape:
     return shape
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next"]
+)
 def test_a_model_has_as_many_weights_as_its_kinds_say(model_type: str):
     config = FAMILY_CONFIGS[model_type](**SIZES)
     with torch.device("meta"):

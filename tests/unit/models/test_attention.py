@@ -140,11 +140,10 @@ def test_positions_start_again_with_each_row():
     assert PackedRows(torch.tensor([0, 3, 3, 5]), CPU).position_ids.tolist() == [[0, 1, 2, 0, 1]]
 
 
-@pytest.mark.parametrize("option", ["s_aux", "position_bias"])
-def test_what_packed_attention_would_leave_out_is_refused(option):
+def test_what_packed_attention_would_leave_out_is_refused():
     states = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=f"does not support {option} yet"):
-        attend_rows(torch.nn.Identity(), states, states, states, None, 1.0, rows=None, **{option: 4})
+    with pytest.raises(ValueError, match="does not support position_bias yet"):
+        attend_rows(torch.nn.Identity(), states, states, states, None, 1.0, rows=None, position_bias=4)
 
 
 def test_a_mask_or_dropout_is_refused():
@@ -211,16 +210,20 @@ def plain_attention(query, key, value, scaling, limits):
         scores = limits.softcap * (scores / limits.softcap).tanh()
     distance = torch.arange(len(query)).unsqueeze(1) - torch.arange(len(query))
     seen = (distance >= 0) & (distance < (limits.window or len(query)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if limits.sinks is not None:  # one more key, whose value is zero
+        scores = torch.cat([scores, limits.sinks.view(-1, 1, 1).expand(-1, len(query), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 @pytest.mark.parametrize("forms", [contextlib.nullcontext, accelerator_forms], ids=["CPU", "accelerator"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (1.5, False), (None, True)])
 @pytest.mark.parametrize("window", [None, 1, 7, 65, 530])
 @pytest.mark.parametrize("lengths", [[150] * 2, [64, 65, 129, 1], [560, 70, 7]], ids=["even", "borders", "long"])
-def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, window, softcap, forms):
+def test_windows_capped_scores_and_sinks_give_what_all_scores_at_once_give(lengths, window, softcap, has_sinks, forms):
     generator = torch.Generator().manual_seed(0)
-    limits = Limits(window, softcap)
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_() if has_sinks else None
+    limits = Limits(window, softcap, sinks)
     states = [
         torch.randn(sum(lengths), heads, 4, generator=generator, dtype=torch.float64).requires_grad_()
         for heads in (4, 2, 2)
@@ -231,6 +234,7 @@ def test_windows_and_capped_scores_give_what_all_scores_at_once_give(lengths, wi
     rows = zip(*(tensor.split(lengths) for tensor in states), strict=True)
     plain = torch.cat([plain_attention(*row, 0.9, limits) for row in rows])
     torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
-    gradients = [torch.autograd.grad((out * weigh).sum(), states) for out in (ours, plain)]
+    leaves = [*states, sinks] if has_sinks else states
+    gradients = [torch.autograd.grad((out * weigh).sum(), leaves) for out in (ours, plain)]
     for mine, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)

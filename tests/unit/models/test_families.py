@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GptOssConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -45,6 +46,7 @@ SIZES = {
 HYBRID = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "initializer_range": 0.1}
 MIXTURE = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SPARSE = {"num_local_experts": 6, "num_experts_per_tok": 2}
 SLIDING = {"sliding_window": 5, "use_sliding_window": True}
 CONFIGS = {
     "gemma": (GemmaConfig(**SIZES, head_dim=8), "sdpa"),
@@ -53,6 +55,7 @@ CONFIGS = {
         "eager",
     ),
     "gemma3_text": (Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, sliding_window_pattern=2), "sdpa"),
+    "gpt_oss": (GptOssConfig(**SIZES, **SPARSE, head_dim=8, sliding_window=5), "eager"),
     "mistral": (MistralConfig(**SIZES, sliding_window=5), "sdpa"),
     "mistral without a window": (MistralConfig(**SIZES, sliding_window=None), "sdpa"),
     "qwen2": (Qwen2Config(**SIZES), "sdpa"),

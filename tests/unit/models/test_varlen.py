@@ -34,29 +34,43 @@ def layout_of(name):
     return offsets, SharedPrefixes.of(offsets, torch.cat(rows), torch.tensor(groups))
 
 
-def attended(attend, num_tokens):
-    """Return the output of some random states, and the gradients of all three."""
+def attended(attend, num_tokens, has_sinks=False):
+    """Return the output of some random states, and the gradients of all of them."""
     generator = torch.Generator().manual_seed(0)
     states = [
         torch.randn(num_tokens, heads, DIM, generator=generator, dtype=torch.float64).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
+    if has_sinks:
+        states.append(torch.randn(HEADS, generator=generator, dtype=torch.float64).requires_grad_())
     out = attend(*states)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     return out, *torch.autograd.grad(out, states, weights)
 
 
 @pytest.mark.parametrize("num_filler", [0, 3])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (4, False), (4, True)])
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_attend_as_in_rectangles(name, is_shared, window, num_filler):
+def test_rows_attend_as_in_rectangles(name, is_shared, window, has_sinks, num_filler):
     offsets, shared = layout_of(name)
     shared = shared if is_shared else None
     num_tokens = (len(shared.kept) if is_shared else int(offsets[-1])) + num_filler
     keys, rows = PackedKeys(offsets, CPU, shared), PackedRows(offsets, CPU, shared, num_filler=num_filler)
-    found = attended(lambda *states: keys.attend(by_products, *states, DIM**-0.5, window), num_tokens)
-    expected = attended(lambda *states: rows.attend(0, *states, DIM**-0.5, Limits(window)), num_tokens)
+
+    def limits(sinks):
+        return Limits(window, sinks=sinks[0] if sinks else None)
+
+    found = attended(
+        lambda query, key, value, *sinks: keys.attend(by_products, query, key, value, DIM**-0.5, limits(sinks)),
+        num_tokens,
+        has_sinks,
+    )
+    expected = attended(
+        lambda query, key, value, *sinks: rows.attend(0, query, key, value, DIM**-0.5, limits(sinks)),
+        num_tokens,
+        has_sinks,
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -64,15 +78,15 @@ def test_rows_attend_as_in_rectangles(name, is_shared, window, num_filler):
 def test_a_stream_that_asks_nothing_has_no_output():
     keys = PackedKeys(torch.tensor([0]), CPU, None)
     states = [torch.zeros(0, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    assert keys.attend(by_products, *states, 1.0, None).shape == (0, HEADS, DIM)
+    assert keys.attend(by_products, *states, 1.0, Limits()).shape == (0, HEADS, DIM)
 
 
 @pytest.mark.parametrize("share", [1, 3])
 def test_a_kernel_is_right_only_if_outputs_and_gradients_are(share):
-    def beyond_its_window(query, key, value, rows, scaling, window):
-        return by_products(query, key, value, rows, scaling, None)
+    def beyond_its_window(query, key, value, rows, scaling, limits):
+        return by_products(query, key, value, rows, scaling, Limits())
 
-    def from_the_beginning(query, key, value, rows, scaling, window):
+    def from_the_beginning(query, key, value, rows, scaling, limits):
         # Queries counted from the beginning of their keys, as some kernels do.
         queries, keys = rows
         first = torch.cat(
@@ -81,11 +95,16 @@ def test_a_kernel_is_right_only_if_outputs_and_gradients_are(share):
                 for start, num in zip(keys.offsets[:-1], queries.offsets.diff(), strict=True)
             ]
         )
-        return by_products(query, key[first], value[first], (queries, queries), scaling, window)
+        return by_products(query, key[first], value[first], (queries, queries), scaling, limits)
 
-    def without_gradient_of_values(query, key, value, rows, scaling, window):
-        return by_products(query, key, value.detach() + 0 * value, rows, scaling, window)
+    def without_gradient_of_values(query, key, value, rows, scaling, limits):
+        return by_products(query, key, value.detach() + 0 * value, rows, scaling, limits)
 
+    def without_sinks(query, key, value, rows, scaling, limits):
+        return by_products(query, key, value, rows, scaling, Limits(limits.window)) + 0 * limits.sinks.sum()
+
+    assert is_right(by_products, CPU, torch.float32, share, DIM, has_sinks=True)
+    assert not is_right(without_sinks, CPU, torch.float32, share, DIM, has_sinks=True)
     for kernel in (beyond_its_window, from_the_beginning, without_gradient_of_values):
         assert not is_right(kernel, CPU, torch.float32, share, DIM)
     assert is_right(by_products, CPU, torch.float32, share, DIM)

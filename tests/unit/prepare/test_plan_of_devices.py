@@ -35,6 +35,11 @@ def test_scores_are_counted_where_no_fused_kernel_knows_what_is_done_to_them(her
     rows = config.engine.max_tokens_per_micro_batch // config.max_row_tokens
     scores = 4 * shape.num_layers * rows * layers.mixer.num_heads * config.max_row_tokens**2 // 2
     assert capped.activations - fused.activations > 0.8 * scores
+    sinking = dataclasses.replace(layers, mixer=dataclasses.replace(layers.mixer, has_sinks=True))
+    sinks = dataclasses.replace(shape, layers=(sinking,))
+    assert role_memory(config, "actor", sinks).activations == capped.activations
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    assert role_memory(half, "actor", sinks) == role_memory(half, "actor", shape)
 
 
 def test_larger_chunks_of_the_head_are_counted(here: Path):

@@ -11,15 +11,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_s
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
 
+Architecture = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss"]
 OnTooLong = Literal["error", "drop", "truncate"]
 
 
 class CreateModelConfig(Section):
     """A small model with random weights and a tokenizer for digits, made when the run starts."""
 
-    architecture: Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text"] = key(
-        "llama", help="Family, as in transformers."
-    )
+    architecture: Architecture = key("llama", help="Family, as in transformers.")
     hidden_size: int = key(64, at_least=8, at_most=1024, help="Width.")
     num_layers: int = key(2, at_least=1, at_most=32, help="Decoder layers.")
     num_heads: int = key(4, at_least=1, at_most=64, help="Attention heads.")

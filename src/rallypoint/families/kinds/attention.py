@@ -23,6 +23,10 @@ class Attention(Mixer):
     """Whether what comes out of it has a gate, which is computed with the queries."""
     caps_scores: bool = False
     """Whether scores are bent to stay below a bound, which no fused kernel knows."""
+    has_sinks: bool = False
+    """Whether each head has the score of one more key, which of these kernels only flash attention can take."""
+    has_biases: bool = False
+    """Whether its products have biases that count: all four."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self]:
@@ -35,6 +39,8 @@ class Attention(Mixer):
             norms_heads=family is not None and family.norms_heads,
             is_gated=bool(values.get("attn_output_gate", family is not None and family.gates_attention)),
             caps_scores=bool(values.get("attn_logit_softcapping")),
+            has_sinks=family is not None and family.has_sinks,
+            has_biases=family is not None and family.has_biases,
         )
         return [layer] * int(values["num_hidden_layers"])
 
@@ -58,7 +64,8 @@ class Attention(Mixer):
 
     @property
     def num_parameters(self) -> int:
-        return self.token_cost + 2 * self.head_dim * self.norms_heads
+        biases = (self._query + 2 * self._key_value + self.hidden_size) * self.has_biases
+        return self.token_cost + 2 * self.head_dim * self.norms_heads + biases + self.num_heads * self.has_sinks
 
     @property
     def pair_cost(self) -> int:
@@ -68,9 +75,8 @@ class Attention(Mixer):
     def head_dims(self) -> frozenset[int]:
         return frozenset({self.head_dim})
 
-    @property
-    def has_fused_kernel(self) -> bool:
-        return not self.caps_scores
+    def has_fused_kernel(self, *, has_flash: bool) -> bool:
+        return not self.caps_scores and (has_flash or not self.has_sinks)
 
     @property
     def shared_by_tp(self) -> Mapping[str, int]:

@@ -24,13 +24,14 @@ class Experts(PerToken):
     """Width inside the MLP beside them, which all tokens pass; 0 for none."""
     gates_shared: bool = False
     """Whether each token has a gate for that MLP."""
+    has_biases: bool = False
+    """Whether experts and their router have biases."""
 
     served_faster: ClassVar[str | None] = "its experts"
 
     @classmethod
     def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
         """As Qwen, DeepSeek, GLM and gpt-oss name the fields; the layers that are left are dense."""
-        del family
         layers = range(int(values["num_hidden_layers"]))
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         if not (num_experts := next((values[name] for name in names if values.get(name)), None)):
@@ -45,6 +46,7 @@ class Experts(PerToken):
                 values.get("shared_expert_intermediate_size") or size * (values.get("n_shared_experts") or 0)
             ),
             gates_shared=bool(values.get("shared_expert_intermediate_size")),
+            has_biases=family is not None and family.has_biases,
         )
         dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
         first = int(values.get("first_k_dense_replace") or 0)
@@ -64,8 +66,9 @@ class Experts(PerToken):
 
     @property
     def num_parameters(self) -> int:
-        router = self.num_experts * self.hidden_size
-        return 3 * self.num_experts * self.size * self.hidden_size + router + self.num_uncut_parameters
+        expert = 3 * self.size * self.hidden_size + (2 * self.size + self.hidden_size) * self.has_biases
+        of_router = self.hidden_size + self.has_biases
+        return self.num_experts * (expert + of_router) + self.num_uncut_parameters
 
     @property
     def num_uncut_parameters(self) -> int:

@@ -100,9 +100,13 @@ class Mixer(Kind):
         """Widths of heads whose keys and values are cached."""
         return frozenset()
 
-    @property
-    def has_fused_kernel(self) -> bool:
-        """Whether there is a kernel that keeps no scores."""
+    def has_fused_kernel(self, *, has_flash: bool) -> bool:
+        """Return whether there is a kernel that keeps no scores.
+
+        Args:
+            has_flash: whether it runs on an accelerator in half precision.
+        """
+        del has_flash
         return True
 
     def cached_bytes(self, size: int) -> int:

@@ -22,6 +22,7 @@ from rallypoint.models.fused import attend_fused
 from rallypoint.models.head import soft_capped
 from rallypoint.models.kinds.linear_attention import DeltaInputs
 from rallypoint.models.products import NO_LIMITS, Limits
+from rallypoint.models.sinks import softmax_with_sinks
 from rallypoint.models.varlen import Borders, Varlen, find_varlen
 from rallypoint.types import offsets_from_lengths
 
@@ -100,7 +101,7 @@ class PrefillAttention:
         self._cache.write(layer, self._blocks, self._block_offsets, key[:num_tokens], value[:num_tokens])
         kernel = find_varlen(query, key.shape[1], limits)
         if kernel is not None:
-            return self.attend_at_once(kernel, layer, query, key, value, scaling, limits.window)
+            return self.attend_at_once(kernel, layer, query, key, value, scaling, limits)
         parts: list[Tensor] = []
         if self._packed is not None:
             part = slice(0, int(self._offsets[self._num_fresh]))
@@ -125,7 +126,7 @@ class PrefillAttention:
         key: Tensor,
         value: Tensor,
         scaling: float,
-        window: int | None,
+        limits: Limits,
     ) -> Tensor:
         """Return the attention of all chunks, in one call, when their keys are in the cache: [T, H, D]."""
         if self._seen is None:
@@ -135,7 +136,7 @@ class PrefillAttention:
             num_fresh = int(self._offsets[self._num_fresh])
             cached = self._cache.read_slots(layer, seen.blocks, seen.block_offsets)
             key, value = (torch.cat([new[:num_fresh], old]) for new, old in zip((key, value), cached, strict=True))
-        out = kernel(query[:num_tokens], key, value, seen.rows, scaling, window)
+        out = kernel(query[:num_tokens], key, value, seen.rows, scaling, limits)
         return functional.pad(out, (0, 0, 0, 0, 0, self._num_padding)) if self._num_padding else out
 
     def _attend_to_past(
@@ -153,10 +154,12 @@ class PrefillAttention:
         visible = visible.tril(chunk.num_past)
         if limits.window is not None:
             visible = visible.triu(chunk.num_past - limits.window + 1)
-        if limits.softcap is not None:
+        if limits.softcap is not None or limits.sinks is not None:
             share = query.shape[1] // key.shape[1]
             keys, values = (states.squeeze(0).repeat_interleave(share, 0) for states in (keys, values))
             scores = soft_capped((query.transpose(0, 1) @ keys.transpose(1, 2)) * scaling, limits.softcap)
-            return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values).transpose(0, 1)
+            sinks = None if limits.sinks is None else limits.sinks.view(-1, 1, 1)
+            shares = softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), sinks)
+            return (shares @ values).transpose(0, 1)
         out = attend_fused(query.transpose(0, 1).unsqueeze(0), keys, values, scaling, visible)
         return out.squeeze(0).transpose(0, 1)

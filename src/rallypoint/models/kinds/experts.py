@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
-from typing import Protocol, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,33 @@ from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
 from rallypoint.parallel import Collective
 
-EXPERTS = "rallypoint_experts"
+EXPERTS, OWN_CODE = "rallypoint_experts", "rallypoint_own_code"
+"""Names of our implementation, and of that which a family's class has itself."""
 
 _LEAST_ROWS: contextvars.ContextVar[int] = contextvars.ContextVar("least rows", default=0)
 """Fewest rows that an expert multiplies."""
 
 _ROUTERS = frozenset(name for family in FAMILIES.values() for name in family.routers)
-"""Classes of transformers that compute the same as ours, but always in float32."""
+"""Classes of transformers that compute the same as ours, but always in float32, or in the model's half precision."""
 
 
 class Experts(Protocol):
-    """The experts of a layer in transformers: gated MLPs, each a slice of two tensors."""
+    """The experts of a layer in transformers: gated MLPs, each a slice of two tensors, and maybe of two biases."""
 
     gate_up_proj: Tensor
-    """[X, 2 * I, E] of X experts: gate before up."""
+    """[X, 2 * I, E] of X experts."""
+    gate_up_proj_bias: Tensor
+    """[X, 2 * I], if they have biases."""
     down_proj: Tensor
     """[X, E, I]."""
+    down_proj_bias: Tensor
+    """[X, E]."""
+    has_bias: bool
+    is_transposed: bool
+    """Whether both matrices lie the other way: [X, E, 2 * I] and [X, I, E]."""
 
-    def act_fn(self, gate: Tensor) -> Tensor:
-        """Return the activation of a gate."""
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 * I] -> [..., I]."""
         ...
 
 
@@ -53,12 +61,13 @@ class Balance(Protocol):
 
 
 class Router(Protocol):
-    """The router of Qwen3-MoE and similar families in transformers."""
+    """The router of Qwen3-MoE, gpt-oss and similar families in transformers."""
 
     weight: Tensor
     """[X, E]."""
     top_k: int
     norm_topk_prob: bool
+    """Whether the shares of a token's experts add up to 1, as after a softmax over their scores alone."""
     load: Tensor | None
     """Tokens that were sent to each expert so far, [X] int64; None while nobody counts."""
     recorded: list[Tensor] | None
@@ -67,6 +76,8 @@ class Router(Protocol):
     """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
     balance: Balance | None
     """What is done so that experts get equal shares of the tokens; None: nothing."""
+    _parameters: Mapping[str, Tensor]
+    """The weight, and in some families a bias."""
 
 
 class _RouterInPrecision:
@@ -76,10 +87,12 @@ class _RouterInPrecision:
     """
 
     load = recorded = replayed = balance = None
+    norm_topk_prob = True
 
     def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
-        scores = functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores = functional.linear(states, self.weight, self._parameters.get("bias"))
         shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         every, (shares, chosen) = shares, shares.topk(self.top_k, dim=-1)
         if self.replayed is not None:
@@ -177,16 +190,29 @@ def _one_by_one(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor)
     counts: list[int] = torch.bincount(chosen, minlength=num_experts)[:num_experts].tolist()
     outs: list[Tensor] = []
     # Unbound, so that the backward pass allocates each weight's gradient once, not once per expert.
-    gate_ups, downs = experts.gate_up_proj.unbind(), experts.down_proj.unbind()
+    gate_ups, downs = (matrix.unbind() for matrix in _by_outputs(experts))
+    up_biases, down_biases = ([None] * num_experts if bias is None else bias.unbind() for bias in _biases(experts))
     # At least one, so that states and weights have gradients even if no token is sent here.
     active = [expert for expert, count in enumerate(counts) if count] or [0]
     groups = tokens.index_select(0, order[: sum(counts)]).split([counts[expert] for expert in active])
     for expert, group in zip(active, groups, strict=True):
         missing = max(0, least - len(group))
         filled = functional.pad(group, (0, 0, 0, missing)) if missing else group
-        gate, up = functional.linear(filled, gate_ups[expert]).chunk(2, dim=-1)
-        outs.append(functional.linear(experts.act_fn(gate) * up, downs[expert])[: len(group)])
+        gate_up = functional.linear(filled, gate_ups[expert], up_biases[expert])
+        gated = experts._apply_gate(gate_up)
+        outs.append(functional.linear(gated, downs[expert], down_biases[expert])[: len(group)])
     return torch.cat(outs)
+
+
+def _by_outputs(experts: Experts) -> Sequence[Tensor]:
+    """Return both matrices of all experts: [X, 2 * I, E] and [X, E, I]."""
+    matrices = experts.gate_up_proj, experts.down_proj
+    return [matrix.transpose(1, 2) for matrix in matrices] if experts.is_transposed else matrices
+
+
+def _biases(experts: Experts) -> Sequence[Tensor | None]:
+    """Return the biases of all experts, [X, 2 * I] and [X, E], if they have any."""
+    return (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
 
 
 def _at_once(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
@@ -198,16 +224,24 @@ def _at_once(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) ->
     ends = torch.searchsorted(chosen.index_select(0, order), numbers, right=True, out_int32=True)
     is_here = (torch.arange(len(tokens), device=chosen.device) < ends[-1]).unsqueeze(1)
     tokens = torch.where(is_here, tokens.index_select(0, order), 0.0)
-    gate, up = functional.grouped_mm(tokens, experts.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    outs = functional.grouped_mm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
-    return torch.where(is_here, outs, 0.0)
+    gate_ups, downs = (matrix.transpose(1, 2) for matrix in _by_outputs(experts))
+    up_bias, down_bias = _biases(experts)
+    # A product gives each token the bias of its expert, and its gradient is a sum in a fixed order.
+    sent = (chosen.index_select(0, order).unsqueeze(1) == numbers).to(tokens.dtype)
+    gate_up = functional.grouped_mm(tokens, gate_ups, offs=ends)
+    if up_bias is not None:
+        gate_up = torch.where(is_here, gate_up + sent @ up_bias, 0.0)
+    gated = experts._apply_gate(gate_up)
+    outs = functional.grouped_mm(gated, downs, offs=ends)
+    return torch.where(is_here, outs if down_bias is None else outs + sent @ down_bias, 0.0)
 
 
 def _has_grouped_products(experts: Experts) -> bool:
     """Return whether one call multiplies all experts: on accelerators, in float32 and below, by rows of whole words."""
     weights = (experts.gate_up_proj, experts.down_proj)
     device, is_wide = weights[0].device, weights[0].dtype == torch.float64
-    if computes_in_pieces(device) or is_wide or any(weight.shape[2] * weight.itemsize % 16 for weight in weights):
+    widths = [width for weight in weights for width in weight.shape[1:]]
+    if computes_in_pieces(device) or is_wide or any(width * weights[0].itemsize % 16 for width in widths):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -225,4 +259,12 @@ def same_shapes(num_tokens: int) -> Iterator[None]:
         _LEAST_ROWS.reset(before)
 
 
+def by_own_code(experts: Experts, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Do as `add_up_experts` by transformers' own code, which in some families knows no experts on other ranks."""
+    foreign = chosen >= len(experts.gate_up_proj)
+    forward = cast("Any", type(experts)).forward.__wrapped__
+    return forward(experts, states, chosen.masked_fill(foreign, 0), shares.masked_fill(foreign, 0.0))
+
+
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, add_up_experts)
+ALL_EXPERTS_FUNCTIONS.register(OWN_CODE, by_own_code)

@@ -1,5 +1,6 @@
 """Attention over blocks, beside a loop over queries and heads in float64."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -15,6 +16,8 @@ from rallypoint.generation.native.kv_cache import KVCache, LayerShapes
 from rallypoint.models.products import Limits
 
 SIZE, DIM, LAYERS = 4, 8, 2
+WITH_SINKS = Limits(window=5, sinks=torch.tensor([0.5, -1.0, 2.0, 30.0, -30.0, 0.0], dtype=torch.float64))
+"""As many as there are heads, or more."""
 
 
 def reference(query, keys, values, scaling, limits):
@@ -27,12 +30,14 @@ def reference(query, keys, values, scaling, limits):
             scores = limits.softcap * torch.tanh(scores / limits.softcap)
         if limits.window is not None:
             scores[: max(0, len(scores) - limits.window)] = -math.inf
-        rows.append(scores.softmax(0) @ values[:, kv_head])
+        if limits.sinks is not None:
+            scores = torch.cat([scores, limits.sinks[head : head + 1]])
+        rows.append(scores.softmax(0)[: len(values)] @ values[:, kv_head])
     return torch.stack(rows)
 
 
 @pytest.mark.parametrize("in_bags", [True, False], ids=["bags", "pages"])
-@pytest.mark.parametrize("limits", [Limits(), Limits(window=5), Limits(softcap=1.5)], ids=str)
+@pytest.mark.parametrize("limits", [Limits(), Limits(window=5), Limits(softcap=1.5), WITH_SINKS], ids=str)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
     share=st.sampled_from([1, 3]),
@@ -44,6 +49,8 @@ def test_every_query_attends_to_its_own_tokens_only(in_bags, limits, lengths, sh
     """Rows of all lengths, whose prompts end within a block, for two tokens each, in two layers."""
     torch.manual_seed(seed)
     kv_heads, heads = 2, 2 * share
+    if limits.sinks is not None:
+        limits = dataclasses.replace(limits, sinks=limits.sinks[:heads])
     like = torch.zeros(0, dtype=torch.float64)
     cache = KVCache(100, LayerShapes(LAYERS, heads, kv_heads, DIM, like), SIZE)
     manager, tables = BlockManager(100, SIZE), BlockTables(len(lengths), SIZE)

@@ -56,5 +56,5 @@ def test_one_call_for_all_chunks_gives_each_the_attention_of_its_own(window, num
     num = sum(len(one.tokens) for one in chunks) + num_padding
     states = [torch.randn(num, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     one_by_one = PrefillAttention(cache, chunks, num).attend(1, *states, 8**-0.5, Limits(window))
-    at_once = PrefillAttention(cache, chunks, num).attend_at_once(by_products, 1, *states, 8**-0.5, window)
+    at_once = PrefillAttention(cache, chunks, num).attend_at_once(by_products, 1, *states, 8**-0.5, Limits(window))
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-10, atol=1e-12)

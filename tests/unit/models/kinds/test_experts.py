@@ -1,64 +1,88 @@
 """Experts computed in blocks against a loop over tokens: values and gradients."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from accelerator_forms import accelerator_forms
 from torch import nn
 from torch.nn import functional
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from rallypoint.models.kinds.experts import ExpertLoads, add_up_experts, replace_routers, same_shapes
+from rallypoint.models.kinds.experts import ExpertLoads, add_up_experts, by_own_code, replace_routers, same_shapes
 from rallypoint.parallel import Solo
 
 
-class FourExperts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 6, 5, generator=generator, dtype=torch.float64))
-        self.down_proj = nn.Parameter(torch.randn(4, 5, 3, generator=generator, dtype=torch.float64))
-        self.act_fn = nn.SiLU()
+def make_experts(family, num_experts, width, size, dtype):
+    if family == "gpt_oss":
+        config = GptOssConfig(num_local_experts=num_experts, hidden_size=width, intermediate_size=size)
+        experts = GptOssExperts(config).to(dtype)
+    else:
+        config = Qwen3MoeConfig(num_experts=num_experts, hidden_size=width, moe_intermediate_size=size)
+        experts = Qwen3MoeExperts(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return experts
 
 
-def token_by_token(experts, states, chosen, shares):
+def by_expert(experts, family, expert, state):
+    """Return what one expert makes of one token."""
+    if family != "gpt_oss":
+        gate, up = (experts.gate_up_proj[expert] @ state).chunk(2)
+        return experts.down_proj[expert] @ (functional.silu(gate) * up)
+    both = state @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+    gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+    gated = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    return gated @ experts.down_proj[expert] + experts.down_proj_bias[expert]
+
+
+def token_by_token(experts, family, states, chosen, shares):
     rows = []
     for state, of_token, weights in zip(states, chosen.tolist(), shares, strict=True):
         total = 0.0 * state
         for expert, weight in zip(of_token, weights, strict=True):
             if expert < 4:
-                gate, up = (experts.gate_up_proj[expert] @ state).chunk(2)
-                total = total + weight * (experts.down_proj[expert] @ (functional.silu(gate) * up))
+                total = total + weight * by_expert(experts, family, expert, state)
         rows.append(total)
     return torch.stack(rows)
 
 
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+
+
+@FAMILIES
 @pytest.mark.parametrize(
     "chosen",
     [[[0, 1], [2, 3], [3, 0]], [[2, 4], [4, 2], [5, 7]], [[4, 5], [6, 7], [5, 4]], [[1, 3], [1, 3], [1, 3]]],
     ids=["all here", "some elsewhere", "none here", "two of four"],
 )
-def test_experts_give_what_a_loop_over_tokens_gives(chosen):
-    experts, generator = FourExperts(), torch.Generator().manual_seed(1)
+def test_experts_give_what_a_loop_over_tokens_gives(family, chosen):
+    experts, generator = make_experts(family, 4, 5, 3, torch.float64), torch.Generator().manual_seed(1)
     chosen = torch.tensor(chosen)
     found = []
-    for function in (add_up_experts, token_by_token):
+    for function in (add_up_experts, by_own_code, functools.partial(token_by_token, family=family)):
         generator.manual_seed(1)
-        states = torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+        states = (3 * torch.randn(3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
         shares = torch.rand(3, 2, generator=generator, dtype=torch.float64).requires_grad_()
         experts.zero_grad()
-        out = function(experts, states, chosen, shares)
+        out = function(experts, states=states, chosen=chosen, shares=shares)
         out.square().sum().backward()
         leaves = (states, shares, *experts.parameters())
         found.append([out, *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)])
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for actual, own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-10)
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-10)
 
 
-def test_a_module_that_no_token_is_sent_to_still_has_gradients():
-    experts, states = FourExperts(), torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+@FAMILIES
+def test_a_module_that_no_token_is_sent_to_still_has_gradients(family):
+    experts = make_experts(family, 4, 5, 3, torch.float64)
+    states = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
     shares = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
     add_up_experts(experts, states, torch.full((2, 1), 4), shares).sum().backward()
     assert all(not leaf.grad.any() for leaf in (states, shares, *experts.parameters()))
@@ -93,6 +117,21 @@ def test_a_router_of_a_float64_model_rounds_nothing_to_float32(norm_topk_prob):
     torch.testing.assert_close(shares, expected, rtol=1e-15, atol=0)
 
 
+def test_a_softmax_over_the_chosen_alone_is_one_over_all_whose_shares_are_made_to_add_up_to_1():
+    router = GptOssTopKRouter(GptOssConfig(num_local_experts=6, num_experts_per_tok=3, hidden_size=8))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in router.double().parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    states = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    expected = router(states)
+    replace_routers(nn.Sequential(router))
+    found = router(states)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[2], expected[2])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-14, atol=0)
+
+
 def make_router(norm_topk_prob, dtype):
     config = Qwen3MoeConfig(num_experts=6, num_experts_per_tok=3, hidden_size=8, norm_topk_prob=norm_topk_prob)
     generator = torch.Generator().manual_seed(0)
@@ -102,18 +141,10 @@ def make_router(norm_topk_prob, dtype):
     return router, torch.randn(20, 8, generator=generator).to(dtype)
 
 
-def float32_experts(num_experts, width, size):
-    generator = torch.Generator().manual_seed(0)
-    experts = nn.Module()
-    experts.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * size, width, generator=generator))
-    experts.down_proj = nn.Parameter(torch.randn(num_experts, width, size, generator=generator))
-    experts.act_fn = nn.SiLU()
-    return experts
-
-
+@FAMILIES
 @pytest.mark.parametrize("first", [0, 2, 8], ids=["all here", "some elsewhere", "none here"])
-def test_grouped_products_give_values_and_gradients_of_products_one_by_one(first):
-    experts, generator = float32_experts(4, 16, 8), torch.Generator().manual_seed(1)
+def test_grouped_products_give_values_and_gradients_of_products_one_by_one(family, first):
+    experts, generator = make_experts(family, 4, 16, 8, torch.float32), torch.Generator().manual_seed(1)
     chosen = torch.rand(30, 6, generator=generator).topk(3).indices + first
     states, shares = torch.randn(30, 16, generator=generator), torch.rand(30, 3, generator=generator)
     found = []
@@ -148,7 +179,7 @@ def test_loads_are_those_of_the_ranks_together_relative_to_an_equal_share():
 
 
 def test_with_products_of_one_shape_a_token_has_the_same_bits_whatever_is_sent_beside_it():
-    experts, generator = float32_experts(4, 256, 96), torch.Generator().manual_seed(1)
+    experts, generator = make_experts("qwen3_moe", 4, 256, 96, torch.float32), torch.Generator().manual_seed(1)
     states, shares = torch.randn(32, 256, generator=generator), torch.rand(32, 2, generator=generator)
     found = []
     for seed in range(5):  # the first token's experts stay, those of others change

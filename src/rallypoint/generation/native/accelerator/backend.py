@@ -34,6 +34,7 @@ from rallypoint.models.head import soft_capped
 from rallypoint.models.kinds.linear_attention import DeltaInputs
 from rallypoint.models.layer_kernels import HeadNorms, LayerKernels, find_layer_kernels
 from rallypoint.models.products import NO_LIMITS, Limits
+from rallypoint.models.sinks import softmax_with_sinks
 
 _STEPS_AT_ONCE = 8
 """Steps in one call: between calls the device waits for the host."""
@@ -300,7 +301,7 @@ def gathered(
         values: [blocks, K, tokens, D], of the same.
         query: [B, H, D].
         scaling: factor of the scores.
-        limits: its softcap; the window is in the bias.
+        limits: its softcap and sinks; the window is in the bias.
         bias: [B, S * tokens].
     """
     num, num_columns = metadata.block_table.shape
@@ -309,8 +310,9 @@ def gathered(
     keys = keys.index_select(0, blocks).view(num, num_columns, kv_heads, dim, size).permute(0, 2, 3, 1, 4).flatten(3)
     values = values.index_select(0, blocks).view(num, num_columns, kv_heads, size, dim).transpose(1, 2).flatten(2, 3)
     scores = (query.reshape(num, kv_heads, -1, dim) @ keys).mul_(scaling)
-    weights = soft_capped(scores, limits.softcap).add_(bias.view(num, 1, 1, -1)).softmax(-1)
-    return (weights @ values).view(query.shape)
+    scores = soft_capped(scores, limits.softcap).add_(bias.view(num, 1, 1, -1))
+    sinks = None if limits.sinks is None else limits.sinks.view(kv_heads, -1, 1)
+    return (softmax_with_sinks(scores, sinks) @ values).view(query.shape)
 
 
 @torch.no_grad()
@@ -336,7 +338,9 @@ def is_right(kernel: PagedKernel, shapes: LayerShapes) -> bool:
     query, key, value = states[0], states[1, :, :kv_heads], states[2, :, :kv_heads]
     tolerance = 1e-4 if like.dtype == torch.float32 else 3e-2
     few, many = np.arange(2), np.arange(MANY_PROGRAMS // kv_heads + 1) % 2
-    for limits, lines in itertools.product((NO_LIMITS, Limits(window=50, softcap=20.0)), (few, many)):
+    sinks = torch.randn(heads, generator=generator).to(like)
+    several = NO_LIMITS, Limits(window=50, softcap=20.0), Limits(window=50, sinks=sinks)
+    for limits, lines in itertools.product(several, (few, many)):
         found, expected = (
             PagedAttention(cache, metadata.lines(lines), kernel=way).attend(
                 0, query[lines], key[lines], value[lines], dim**-0.5, limits

@@ -84,11 +84,13 @@ class PagedKernel:
         with launching_on(keys.device):
             self._attend[num, kv_heads, parts](
                 *(out, room, tops, sums, query, keys, values, *blocks, position_ids),
+                query if limits.sinks is None else limits.sinks.contiguous(),
                 *(scaling, limits.softcap or 0.0, limits.window or 0, *widths, query.stride(0), query.stride(1)),
                 SIZE=size,
                 SHARE=_power_of_two(heads // kv_heads),
                 HAS_CAP=limits.softcap is not None,
                 HAS_WINDOW=limits.window is not None,
+                HAS_SINKS=limits.sinks is not None,
                 **numbers,
             )
             if parts > 1:
@@ -178,9 +180,9 @@ def _write(
 # fmt: off
 def _attend(
     out, room, tops, sums, query, keys, values, table, num_blocks, first_positions, sizes, positions,
-    scaling, softcap, window, num_slots, slots_of_a_part, kv_heads, share, dim, query_row, query_head,
+    sinks, scaling, softcap, window, num_slots, slots_of_a_part, kv_heads, share, dim, query_row, query_head,
     SIZE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,  # noqa: N803
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,  # noqa: N803
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -195,6 +197,11 @@ def _attend(
     position = tl.load(positions + row)
     top = tl.full([SHARE], float("-inf"), tl.float32)
     total = tl.zeros([SHARE], tl.float32)
+    if HAS_SINKS:
+        # The first part begins with the sink, whose value is zero.
+        sink = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+        top = tl.where(part == 0, sink, top)
+        total = tl.where(part == 0, total + 1.0, total)
     found = tl.zeros([SHARE, DIM], tl.float32)
     begin = part * slots_of_a_part
     end = tl.minimum(begin + slots_of_a_part, tl.load(num_blocks + row))

@@ -233,7 +233,7 @@ class BagAttention:
     ) -> Tensor:
         """See `Rows.attend`."""
         bags, bias = self.bags, self._bias_of(limits.window)
-        return attend(bags, layer, query, key, value, scaling, limits.softcap, bias).view(query.shape)
+        return attend(bags, layer, query, key, value, scaling, limits.softcap, bias, limits.sinks).view(query.shape)
 
     def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """See `DeltaRows.recall`."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from rallypoint.generation.native.decoder import Linear, Network, after_attention, before_attention, enter, linear, norm
 from rallypoint.generation.sampler import SamplingMetadata, sample_tokens
 from rallypoint.models.head import soft_capped
+from rallypoint.models.sinks import softmax_with_sinks
 
 
 class Bags(NamedTuple):
@@ -103,6 +104,7 @@ def attend(
     scaling: float,
     softcap: float | None,
     bias: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Store keys and values of a layer, and return the attention: [B, H, D], [B, K, D] twice -> [B, H * D]."""
     keys, values, dim = bags.keys[layer], bags.values[layer], query.shape[2]
@@ -115,7 +117,12 @@ def attend(
         scores = soft_capped(scores.mul_(scaling), softcap).add_(bias)
     shares = torch.empty_like(scores)
     for start, stop, num in bags.classes:
-        torch.softmax(scores[start:stop].view(num, -1), -1, out=shares[start:stop].view(num, -1))
+        rows = scores[start:stop].view(num, -1)
+        if sinks is None:
+            torch.softmax(rows, -1, out=shares[start:stop].view(num, -1))
+        else:
+            of_rows = sinks.repeat(num // sinks.shape[0]).unsqueeze(1)
+            shares[start:stop] = softmax_with_sinks(rows, of_rows).view(stop - start, -1)
     out = _sums(values.view(-1, dim), bags.value_rows, bags.value_bags, shares).view(query.shape[0], -1)
     back = bags.back
     return out if back is None else out.index_select(0, back)
@@ -132,7 +139,7 @@ def decode(network: Network, bags: Bags) -> Tensor:
     for index, layer in enumerate(network.layers):
         turned, value = before_attention(network, layer, states, cos, sin)
         query, key = turned[:, : network.num_heads], turned[:, network.num_heads :]
-        attended = attend(bags, index, query, key, value, network.scaling, None, bags.bias)
+        attended = attend(bags, index, query, key, value, network.scaling, None, bags.bias, None)
         states = after_attention(network, layer, states, attended)
     return norm(states, network.norm, network.eps)
 

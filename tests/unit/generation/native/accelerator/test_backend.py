@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from recorded import NoLooks, Tapes
+from tiny_families import make_family_model
 from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -20,6 +21,7 @@ from rallypoint.generation.native.kv_cache import KVCache
 from rallypoint.model_files import load_policy
 
 LENGTHS = [3, 9, 1, 40, 5, 33]
+FAMILIES = ["gemma2", "llama", "qwen3", "gpt_oss"]
 WAYS = {
     "likely": {},
     "greedy": {"temperature": 0.0},
@@ -47,13 +49,15 @@ def assert_same(found, expected, tolerance=1e-5):
 
 @pytest.fixture(scope="module", params=["gemma2", "llama", "qwen3"])
 def model(request, tmp_path_factory):
-    """Of Gemma 2, layers have windows and softcaps, and it goes through its own code."""
+    """Of Gemma 2, layers have windows and softcaps, and it goes through its own code; so does gpt-oss, with sinks."""
     folder = tmp_path_factory.mktemp("model")
     if request.param == "gemma2":
         limits = {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
         sizes = {**TINY, "vocab_size": 20, "max_position_embeddings": 512}
         torch.manual_seed(0)
         Gemma2ForCausalLM(Gemma2Config(**sizes, **limits, head_dim=8)).save_pretrained(folder)
+    elif request.param == "gpt_oss":
+        make_family_model(folder, request.param, vocab_size=20, max_position_embeddings=512)
     else:
         make_tiny_model(folder, architecture=request.param, max_positions=512)
     return load_policy(str(folder), dtype="float32").model
@@ -64,11 +68,12 @@ def plain(make_policy):
     return make_policy("qwen3")
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_usual_way(model, make_prompts, params, half, way):
     """In either half any two of model, type and way meet."""
-    place = ["gemma2", "llama", "qwen3"].index(model.config.model_type) + list(WAYS).index(way)
+    place = FAMILIES.index(model.config.model_type) + list(WAYS).index(way)
     dtype, way = [torch.float64, torch.float32][(place + half) % 2], WAYS[way]
     model = copy.deepcopy(model).to(dtype)
     prompts, asked = make_prompts(LENGTHS), dataclasses.replace(params, max_new_tokens=45, **way)

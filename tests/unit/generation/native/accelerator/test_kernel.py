@@ -23,6 +23,8 @@ CASES = [
     {"lengths": [40, 3, 9], "heads": 4, "kv_heads": 1, "dim": 24, "limits": "window", "num_columns": 1},
     {"lengths": [70], "heads": 2, "kv_heads": 2, "dim": 32, "limits": "softcap", "num_columns": 4},
     {"lengths": [150, 33], "heads": 3, "kv_heads": 1, "dim": 16, "limits": "both", "num_columns": 4},
+    {"lengths": [40, 3], "heads": 4, "kv_heads": 2, "dim": 16, "limits": "sinks", "num_columns": 4},
+    {"lengths": [150, 33], "heads": 4, "kv_heads": 4, "dim": 16, "limits": "sinks", "num_columns": 1},
 ]
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3}
 
@@ -41,7 +43,7 @@ def run(name, *arguments, interpret):
 
 @needs_triton
 def test_the_kernel_finds_what_products_find_and_stores_the_same():
-    cases = [{**case, "dtype": dtype} for case, dtype in zip(CASES, 2 * list(TOLERANCES), strict=True)]
+    cases = [{**case, "dtype": dtype} for case, dtype in zip(CASES, 3 * list(TOLERANCES), strict=True)]
     differences = run("kernel_in_triton.py", *map(json.dumps, cases), interpret=True)
     for case, difference in zip(cases, differences, strict=True):
         assert difference <= TOLERANCES[case["dtype"]], case
