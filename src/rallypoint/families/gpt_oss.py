@@ -9,9 +9,9 @@ from rallypoint.families.family import ATTENTION, Cut, Family, Norm
 
 
 def _small_experts(width: int) -> dict[str, int]:
-    # Windows are shorter than rows of small tasks.
+    # A window is shorter than the rows of digits.
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": max(1, width // 4)}
-    return sizes | {"sliding_window": 16}
+    return sizes | {"sliding_window": 8}
 
 
 GPT_OSS = Family(
