@@ -70,7 +70,19 @@ ALL_MESHES = MESHES | EXPERT_MESHES
 CAPS = {"one micro-batch": 10_000, "many": 48}
 COLUMNS = (("packed", "padded"), tuple(CAPS), ("actor", "critic"), ("float64", "float32"))
 """The columns beside the mesh: rows, cut, role, dtype."""
-FAMILIES = ("qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen3_next", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2")
+FAMILIES = (
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_next",
+    "glm4_moe",
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "qwen2",
+)
 """Beside Qwen3, which all cells are of."""
 OF_FAMILIES = (
     ("1 process", "packed", "one micro-batch"),

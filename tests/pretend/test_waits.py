@@ -80,12 +80,14 @@ class Mirror:
         return [parts[0], parts[0]]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, ranks, architecture):
+def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, ranks, family):
     counted = []
     for num_layers in (2, 4):
-        folder = make_tiny_model(tmp_path / str(num_layers), architecture=architecture, num_layers=num_layers)
+        folder = make_tiny_model(
+            tmp_path / str(num_layers), architecture=family, num_key_value_heads=4, num_layers=num_layers
+        )
         shard = load_policy(folder, dtype="float32", device=DEVICE)
         if ranks == 2:
             deal_experts(shard.model, Mirror(), TensorParts.whole(shard.model))

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -42,6 +44,24 @@ MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 8,
     "norm_topk_prob": True,
 }
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "linear_key_head_dim": 4,
@@ -62,6 +82,8 @@ FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3_next": lambda **sizes: Qwen3NextConfig(
         **sizes, **MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12
     ),
+    "glm4_moe": lambda **sizes: Glm4MoeConfig(**sizes, **ROUTED, head_dim=8, attention_bias=True, use_qk_norm=True),
+    "deepseek_v3": lambda **sizes: DeepseekV3Config(**sizes | ROUTED | LATENTS),
     "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=8),
     "gemma2": lambda **sizes: Gemma2Config(
         **sizes, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
@@ -74,12 +96,15 @@ FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 
 
 def make_family_model(folder: Path, model_type: str, **sizes: int) -> str:
-    """Write a policy with random weights to a folder, norms and biases too, and return the folder."""
+    """Write a policy with random weights to a folder, norms and biases too, also of routers, and return the folder."""
     model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[model_type](**SIZES | sizes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * (0.3 if weight.dim() > 1 else 0.1))
             weight += 1.0 if weight.dim() == 1 else 0.0
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)
     return str(folder)

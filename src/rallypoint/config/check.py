@@ -13,6 +13,7 @@ from rallypoint.config.sections.material import LoRAConfig, path_of, weight_of
 from rallypoint.config.shape import shape_of
 from rallypoint.config.tree import RunConfig, row_limit
 from rallypoint.config.unread import without_effect
+from rallypoint.families import FAMILIES
 
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims that vLLM's attention takes on CPUs."""
@@ -189,13 +190,13 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
             f"model.create.num_heads={made.num_heads} does not divide model.create.hidden_size={made.hidden_size} "
             f"into heads of an even width; expected one of {', '.join(map(str, fits))}",
         )
-    if made.num_heads % made.num_key_value_heads:
-        fits = [n for n in range(1, made.num_heads + 1) if made.num_heads % n == 0]
-        yield Problem(
-            ("model.create.num_key_value_heads", "model.create.num_heads"),
-            f"model.create.num_key_value_heads={made.num_key_value_heads} does not divide model.create.num_heads="
-            f"{made.num_heads}; expected one of {', '.join(map(str, fits))}",
-        )
+    heads, has_latents = made.num_heads, FAMILIES[made.architecture].has_latents
+    fits = [n for n in range(heads if has_latents else 1, heads + 1) if heads % n == 0]
+    if made.num_key_value_heads not in fits:
+        what = "is not, where every head has its own," if has_latents else "does not divide"
+        said = f"model.create.num_key_value_heads={made.num_key_value_heads} {what} model.create.num_heads={heads}"
+        where = ("model.create.num_key_value_heads", "model.create.num_heads")
+        yield Problem(where, f"{said}; expected one of {', '.join(map(str, fits))}")
 
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:

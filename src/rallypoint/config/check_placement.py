@@ -11,7 +11,7 @@ from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES, MIXTURES
+from rallypoint.families import BIASED, FAMILIES, MIXTURES
 
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
@@ -181,7 +181,8 @@ def _routers(config: RunConfig) -> Iterator[Problem]:
             f"rollout.router_replay=true: rollout.engine={engine!r} does not say which experts it chose; expected "
             "rollout.engine=native, or rollout.router_replay=false",
         )
-    asked = {"rollout.router_replay": replays, "actor.router_aux_loss_coef": config.actor.router_aux_loss_coef}
+    replay, coef, rate = "rollout.router_replay", "actor.router_aux_loss_coef", "actor.router_bias_update_rate"
+    asked = {replay: replays, coef: config.actor.router_aux_loss_coef, rate: config.actor.router_bias_update_rate}
     for name, value in asked.items():
         if value and shape is not None and shape.model_type not in MIXTURES:
             yield Problem(
@@ -189,6 +190,17 @@ def _routers(config: RunConfig) -> Iterator[Problem]:
                 f"{name}={str(value).lower()}: models of type {shape.model_type!r} have no experts that are known; "
                 f"those of type {', '.join(MIXTURES)} have. Leave it out",
             )
+        elif value and name == rate and shape is not None and shape.model_type not in BIASED:
+            yield Problem(
+                (name,),
+                f"{name}={value}: routers of models of type {shape.model_type!r} have no bias; those of type "
+                f"{', '.join(BIASED)} have. Leave it out; {coef} balances the experts of any mixture",
+            )
+    if asked[rate] and config.model.lora is not None:
+        yield Problem(
+            (rate, "model.lora"),
+            f"{rate}={asked[rate]} contradicts model.lora, with which routers stay as they are; leave one of them out",
+        )
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:

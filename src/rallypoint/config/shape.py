@@ -12,7 +12,7 @@ from typing import Any
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES, small_experts, small_linear_attention
+from rallypoint.families import FAMILIES, small_experts, small_heads, small_linear_attention
 from rallypoint.families.kinds import Kind, Layers, Mixer, read_layers
 
 _DIGITS_VOCABULARY = 20
@@ -244,7 +244,6 @@ def _rank_of(lora: LoRAConfig) -> int:
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape | None:
-    head_dim = made.hidden_size // made.num_heads
     return parse_shape(
         {
             "model_type": made.architecture,
@@ -252,12 +251,12 @@ def _created_shape(made: CreateModelConfig) -> ModelShape | None:
             "num_hidden_layers": made.num_layers,
             "num_attention_heads": made.num_heads,
             "num_key_value_heads": made.num_key_value_heads,
-            "head_dim": head_dim,
             "intermediate_size": made.intermediate_size,
             "vocab_size": _DIGITS_VOCABULARY,
             "tie_word_embeddings": False,
-            **small_experts(made.architecture, made.intermediate_size),
-            **small_linear_attention(made.architecture, made.num_heads, head_dim),
+            **small_experts(made.architecture, made.num_layers, made.intermediate_size),
+            **small_heads(made.architecture, made.hidden_size, made.num_heads),
+            **small_linear_attention(made.architecture, made.num_heads, made.hidden_size // made.num_heads),
         }
     )
 

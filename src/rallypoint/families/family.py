@@ -45,7 +45,7 @@ class Family:
     model_type: str
     """Value of `model_type` in config.json."""
     blocks: Mapping[str, Mapping[str, Cut]]
-    """Block of a decoder layer -> its modules -> the part that a rank has."""
+    """Block of a decoder layer -> its modules, of which some models may lack some -> the part that a rank has."""
     norms: Mapping[str, Norm] = dataclasses.field(default_factory=dict[str, Norm])
     """Classes of norms that are an RMSNorm."""
     attentions: Mapping[str, Window] = dataclasses.field(default_factory=dict[str, Window])
@@ -54,10 +54,14 @@ class Family:
     """Classes of MLPs that are down(act(gate(x)) * up(x)), with a `config.hidden_act`."""
     routers: tuple[str, ...] = ()
     """Classes of routers that choose by softmax, as in Qwen3-MoE; shares add up to 1 if they do not say otherwise."""
+    biased_routers: tuple[str, ...] = ()
+    """Classes of routers that choose by sigmoid and a bias of each expert, as in DeepSeek-V3."""
     within: str | None = None
     """Value of `model_type` of models that see as well, whose files hold it as their `language_model`."""
     linear_attentions: tuple[str, ...] = ()
     """Classes of layers that compute the gated delta rule as in Qwen3.5; every rank of `tp` has all of one."""
+    has_latents: bool = False
+    """Whether keys and values of all heads are products of one latent of a token, as in DeepSeek-V3."""
     experts: str | None = None
     """Name of the experts in a layer; they take the place of the block that contains them."""
     stored_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
@@ -69,8 +73,9 @@ class Family:
     """Whether what comes out of attention has a gate, if config.json does not say."""
     has_biases: bool = False
     """Whether all products of a layer have biases, those of experts and routers, too."""
-    small_experts: Callable[[int], dict[str, int]] | None = None
-    """(width inside an MLP) -> fields of config.json of a small mixture: 8 experts of a quarter, two for a token."""
+    small_experts: Callable[[int, int], dict[str, int]] | None = None
+    """(layers, width inside an MLP) -> fields of config.json of a small mixture: 8 experts of a quarter, two for a
+    token."""
     caps_logits: bool = False
     """Whether its config has a `final_logit_softcapping`."""
     ties_embeddings: bool = False
@@ -91,7 +96,15 @@ ATTENTION = {"q_proj": Cut.OUTPUTS, "k_proj": Cut.OUTPUTS, "v_proj": Cut.OUTPUTS
 """Cut of an attention: a rank has some heads."""
 HEAD_NORMS = {"q_norm": Cut.SUMMED, "k_norm": Cut.SUMMED}
 """Cut of the norms of heads, whose weights all heads share."""
+STORED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Gated MLPs, whose three matrices files have for each expert."""
 GATED_MLP = {"gate_proj": Cut.OUTPUTS, "up_proj": Cut.OUTPUTS, "down_proj": Cut.INPUTS}
+
+
+def small_routed_experts(num_layers: int, width: int) -> dict[str, int]:
+    """Return `Family.small_experts` as DeepSeek-V3 names them, with an MLP that all tokens pass, and a dense layer."""
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, width // 4)}
+    return sizes | {"n_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": min(1, num_layers - 1)}
 
 
 def no_window(attention: Any) -> None:

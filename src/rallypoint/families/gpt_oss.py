@@ -8,7 +8,8 @@ stored as inputs by outputs, all of a layer in one tensor, gate and up side by s
 from rallypoint.families.family import ATTENTION, Cut, Family, Norm
 
 
-def _small_experts(width: int) -> dict[str, int]:
+def _small_experts(num_layers: int, width: int) -> dict[str, int]:
+    del num_layers
     # A window is shorter than the rows of digits.
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": max(1, width // 4)}
     return sizes | {"sliding_window": 8}

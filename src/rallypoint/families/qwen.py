@@ -6,10 +6,11 @@ attention (arXiv 2412.06464), and the output of the others' attention is gated: 
 Qwen3-Next an MLP that all tokens pass stands beside the experts; every rank of `tp` has all of it.
 """
 
-from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, Family, Norm, own_window
+from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, STORED_EXPERTS, Family, Norm, own_window
 
 
-def _small_experts(width: int) -> dict[str, int]:
+def _small_experts(num_layers: int, width: int) -> dict[str, int]:
+    del num_layers
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, width // 4)}
     return sizes | {"norm_topk_prob": True}
 
@@ -38,7 +39,7 @@ QWEN3_MOE = Family(
     mlps=("Qwen3MoeMLP",),
     routers=("Qwen3MoeTopKRouter",),
     experts="mlp.experts",
-    stored_experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    stored_experts=STORED_EXPERTS,
     small_experts=_small_experts,
 )
 QWEN3_5 = Family(
@@ -59,6 +60,6 @@ QWEN3_NEXT = Family(
     linear_attentions=("Qwen3NextGatedDeltaNet",),
     gates_attention=True,
     experts="mlp.experts",
-    stored_experts=QWEN3_MOE.stored_experts,
+    stored_experts=STORED_EXPERTS,
     small_experts=_small_experts,
 )

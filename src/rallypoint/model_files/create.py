@@ -5,34 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rallypoint.config import Architecture
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
-from rallypoint.families import small_experts, small_linear_attention
+from rallypoint.families import small_experts, small_heads, small_linear_attention
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
 from rallypoint.models import MAKING
-
-ARCHITECTURES = {
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-}
 
 
 def create_model(
@@ -70,27 +50,26 @@ def create_model(
         DiskError: the disk is full or not writable.
     """
     quiet_transformers()
-    (make_config, make_model), head_dim = ARCHITECTURES[architecture], hidden_size // num_heads
-    sizes = {"intermediate_size": intermediate_size, **small_experts(architecture, intermediate_size)}
-    config = make_config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
         tie_word_embeddings=tie_embeddings,
         initializer_range=initializer_range,
         max_position_embeddings=max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,  # with one, transformers would never train that id's embedding
-        **sizes,
-        **small_linear_attention(architecture, num_heads, head_dim),
+        **{"intermediate_size": intermediate_size} | small_experts(architecture, num_layers, intermediate_size),
+        **small_heads(architecture, hidden_size, num_heads),
+        **small_linear_attention(architecture, num_heads, hidden_size // num_heads),
     )
     with MAKING, torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
-        model = make_model(config)
+        model = AutoModelForCausalLM.from_config(config)
     with naming(folder), naming_tensors(folder / SINGLE):
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)

@@ -5,16 +5,17 @@ Must not know: files, optimizers, roles, losses.
 
 from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
 from rallypoint.models.head import lm_head, value_head
-from rallypoint.models.kinds.load_balancing import LoadBalancing
-from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, trained_weights, twin
+from rallypoint.models.kinds.load_balancing import BiasUpdate, LoadBalancing
+from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, twin
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.shard import MAKING, ModelShard, gather, named_weights, shard_model, shard_parts
+from rallypoint.models.shard import MAKING, ModelShard, gather, named_weights, shard_model, shard_parts, trained_weights
 
 __all__ = [
     "ATTENTION",
     "MAKING",
     "AttentionRows",
+    "BiasUpdate",
     "LoRALinear",
     "LoadBalancing",
     "ModelShard",

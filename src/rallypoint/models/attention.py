@@ -87,9 +87,12 @@ def attend_rows(
     if asked:
         raise ValueError(f"packed attention does not support {', '.join(asked)} yet")
     query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
+    if value.shape[-1] != key.shape[-1]:  # zeros change no score, and are zeros in the output
+        query, key, value = (functional.pad(part, (0, widest - part.shape[-1])) for part in (query, key, value))
     limits = Limits(sliding_window, softcap, s_aux)
     out = rows.attend(int(module.layer_idx), query, key, value, scaling, limits)  # pyright: ignore[reportArgumentType]
-    return out.unsqueeze(0), None
+    return out[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, attend_rows)

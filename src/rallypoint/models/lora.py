@@ -108,6 +108,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
 
     A rank with some outputs of a layer (rows of W) has all of A and the same rows of B; gradients of A are summed over
     ranks. A rank with some inputs (columns of W) has the same columns of A and all of B, whose gradients are summed.
+    Where gradients of W are summed, those of A and B are.
 
     Args:
         model: changed in place; the updates are on the devices of their layers, uninitialized.
@@ -141,6 +142,8 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         (outputs, inputs), (first, start), (num_outputs, num_inputs) = weight.shape, weight.starts, weight.sizes
         parts[a] = Part.whole([lora.rank, inputs]).narrow(1, start, num_inputs)
         parts[b] = Part.whole([outputs, lora.rank]).narrow(0, first, num_outputs)
+        if f"{name}.weight" in cut.summed:
+            summed |= {a, b}
         summed |= {a} if num_outputs < outputs else {b} if num_inputs < inputs else set()
     for name in adapters.whole:
         model.get_submodule(name).requires_grad_(True)
@@ -187,11 +190,6 @@ def is_adapter_weight(name: str) -> bool:
     (True, False)
     """
     return name.endswith((A, B))
-
-
-def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained weights by name: all of them in a model without adapters."""
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:

@@ -22,7 +22,7 @@ from rallypoint.models.kinds.expert_parallel import deal_experts
 from rallypoint.models.kinds.experts import EXPERTS
 from rallypoint.models.kinds.router_replay import take_replays
 from rallypoint.models.layers import allocate_joined, replace_layers
-from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight, trained_weights
+from rallypoint.models.lora import Adapters, add_adapters, is_adapter_weight
 from rallypoint.models.part import Part, rectangles_of
 from rallypoint.models.tensor_parallel import TensorParts, cut_model, family_of
 from rallypoint.parallel import Collective, DeviceMesh, Sharding, TensorCuts, held, shard_rows
@@ -141,6 +141,18 @@ def _sharded(
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what files hold: parameters, each once under its first name, and persistent buffers."""
     yield from model.named_parameters()
+    yield from _saved_buffers(model)
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained weights by name: all of them, and what is saved beside them, in a model without adapters."""
+    found: dict[str, Tensor] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if any(map(is_adapter_weight, found)) or not found:
+        return found
+    return found | dict(_saved_buffers(model))  # biases of routers
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -202,8 +214,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every weight by name; a tied one appears once, under its first name."""
-    return dict(model.named_parameters(remove_duplicate=True))
+    """Return every weight, and what is saved beside them, by name; a tied one appears once, under its first name."""
+    return dict(saved_tensors(model))
 
 
 def shard_model(

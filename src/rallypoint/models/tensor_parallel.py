@@ -119,8 +119,10 @@ class _Cutter:
                 f"{self._model_name}: {', '.join(unknown)} of {type(block).__name__} cannot be cut over ranks (tp > 1)"
             )
         cuts = {Cut.OUTPUTS: self._cut_outputs, Cut.INPUTS: self._cut_inputs, Cut.SUMMED: self._sum}
+        there = dict(block.named_children())
         for name, cut in plan.items():
-            cuts[cut](block, name)
+            if name in there:
+                cuts[cut](block, name)
         _share_block(block, self._tp)
 
     def cut_experts(self, experts: nn.Module) -> None:

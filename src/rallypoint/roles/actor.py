@@ -101,8 +101,8 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def _held(self) -> dict[str, Held]:
         shard = self.engine.shard
-        half = shard.sharding.half
-        return {name: Held(half or tensor.dtype, shard.parts[name]) for name, tensor in shard.trained().items()}
+        dtypes = shard.written_dtypes()
+        return {name: Held(dtypes[name], shard.parts[name]) for name in shard.trained()}
 
     @broadcast
     def connect(self, stream: Stream, plan: TransferPlan) -> None:

@@ -55,9 +55,9 @@ class CriticWorker(ValueWorker[CriticBatch]):
             self.lease.sleep_between(self.engine)
 
     @property
-    def router_aux_loss_coef(self) -> float:
-        """Zero: the key is the actor's."""
-        return 0.0
+    def balances_routers(self) -> bool:
+        """No: the keys are the actor's."""
+        return False
 
     @shard
     @with_lease()

@@ -38,7 +38,7 @@ from rallypoint.model_files import (
     save_model,
     save_tensors,
 )
-from rallypoint.models import LoadBalancing, ModelShard, Part, SharedPrefixes, adapt_alike
+from rallypoint.models import BiasUpdate, LoadBalancing, ModelShard, Part, SharedPrefixes, adapt_alike
 from rallypoint.models.kinds.experts import ExpertLoads
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.parallel.transfer import sent
@@ -78,7 +78,11 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Places [N] of tokens, and their logprobs and entropies [2, N], by micro-batches of the newest first pass."""
         self._flops = flops_of(model.model, functools.partial(adapt_alike, model.model))
         self._loads = ExpertLoads(model.model)
-        self._balancing = LoadBalancing(model.model.base_model, self.router_aux_loss_coef, model.mesh)
+        actor, base = spec.config.actor, model.model.base_model
+        coef, rate = (
+            (actor.router_aux_loss_coef, actor.router_bias_update_rate) if self.balances_routers else (0.0, 0.0)
+        )
+        self._balancing, self._biases = LoadBalancing(base, coef, model.mesh), BiasUpdate(base, rate, model.mesh)
         self.engine: TrainingEngine[BatchT] = TrainingEngine(
             model,
             optimizer=optimizer,
@@ -89,9 +93,9 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         )
 
     @property
-    def router_aux_loss_coef(self) -> float:
-        """Factor of the loss for routers, see `LoadBalancing`."""
-        return self.config.actor.router_aux_loss_coef
+    def balances_routers(self) -> bool:
+        """Whether the actor's keys for routers are about this model."""
+        return True
 
     @abc.abstractmethod
     def forward(self, rows: Sequences, at: Tensor) -> OutputsT:
@@ -149,7 +153,10 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Take the optimizer step of a mini-batch, or leave it out."""
         frozen, part = self.num_frozen_steps, batches.parts[index]
         try:
-            with self._balancing.over(lambda: self.engine.evaluate(part, self._route)) as imbalance:
+            with (
+                self._balancing.over(lambda: self.engine.evaluate(part, self._route)) as imbalance,
+                self._biases.after(),
+            ):
                 metrics = self.engine.train(
                     part,
                     functools.partial(self._loss_of, is_on_policy=index == 0),

@@ -256,7 +256,11 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: a family without a plan and tensor parallelism": (
         "model.create=null model.path=cohere actor.mesh.tp=2",
-        ("actor.mesh.tp=2: models of type 'cohere' cannot be shared", "those of type gemma, gemma2,", "qwen3_next can"),
+        (
+            "actor.mesh.tp=2: models of type 'cohere' cannot be shared",
+            "those of type deepseek_v3, gemma, gemma2,",
+            "qwen3_next can",
+        ),
     ),
     "fit: experts and tensor-parallel ranks": (
         "model.create=null model.path=mixture reference.mesh.tp=2",
@@ -270,7 +274,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "actor.mesh.ep=2",
         (
             "actor.mesh.ep=2: models of type 'llama' have no experts",
-            "of type gpt_oss, qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
+            "deepseek_v3, glm4_moe, gpt_oss, qwen3_moe, qwen3_next have. Use actor.mesh.dp_shard or",
         ),
     ),
     "fit: an engine that does not say which experts it chose": (
@@ -282,7 +286,19 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "rollout.router_replay=true: models of type 'llama' have no experts",
             "actor.router_aux_loss_coef=0.01: models of type 'llama' have no experts",
-            "those of type gpt_oss, qwen3_moe, qwen3_next have. Leave it out",
+            "deepseek_v3, glm4_moe, gpt_oss, qwen3_moe, qwen3_next have. Leave it out",
+        ),
+    ),
+    "fit: heads that share keys and values, which are made of latents": (
+        "model.create.architecture=deepseek_v3 model.create.num_key_value_heads=2",
+        ("=2 is not, where every head has its own, model.create.num_heads=4; expected one of 4",),
+    ),
+    "fit: no biases to move, and routers that stay as they are": (
+        "model.create.architecture=qwen3_moe actor.router_bias_update_rate=0.001 model.lora={}",
+        (
+            "actor.router_bias_update_rate=0.001: routers of models of type 'qwen3_moe' have no bias; those of type ",
+            "have. Leave it out; actor.router_aux_loss_coef balances the experts of any mixture",
+            "actor.router_bias_update_rate=0.001 contradicts model.lora, with which routers stay as they are",
         ),
     ),
     "fit: mesh and ranks": (

@@ -20,7 +20,7 @@ def shape_of(values: dict) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next"]
+    "model_type", ["gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next", "deepseek_v3"]
 )
 def test_a_model_has_as_many_weights_as_its_kinds_say(model_type: str):
     config = FAMILY_CONFIGS[model_type](**SIZES)

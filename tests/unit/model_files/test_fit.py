@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_families import make_family_model
 from tiny_models import edit_config, edit_weights
 
 from rallypoint.errors import ModelError
@@ -107,3 +108,15 @@ def test_quantized_weights_are_refused(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ModelError, match=r"its weights are quantized \(gptq\)"):
         load_policy(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize(("family", "layer"), [("glm4_moe", 46), ("deepseek_v3", 61)])
+def test_a_layer_that_predicts_a_second_token_ahead_is_left_out(tmp_path, family, layer):
+    folder = make_family_model(tmp_path / family, family)
+    before = load_policy(folder, dtype="float32").tensors()
+    edit_weights(
+        tmp_path / family, lambda all_: all_.update({f"model.layers.{layer}.eh_proj.weight": torch.ones(2, 4)})
+    )
+    after = load_policy(folder, dtype="float32").tensors()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())

@@ -26,7 +26,12 @@ from rallypoint.models import ModelShard
 from rallypoint.recipes.use import find_trained
 from rallypoint.types import Sequences
 
-CONFIGS = {family: make(**SIZES, num_labels=1, initializer_range=0.3) for family, make in FAMILY_CONFIGS.items()}
+NOT_IN_TRANSFORMERS = {"glm4_moe"}
+CONFIGS = {
+    family: make(**SIZES, num_labels=1, initializer_range=0.3)
+    for family, make in FAMILY_CONFIGS.items()
+    if family not in NOT_IN_TRANSFORMERS
+}
 PADDING = SIZES["pad_token_id"]
 
 
@@ -118,7 +123,7 @@ def test_adapters_that_are_merged_score_as_before(llama, tmp_path):
 
 
 def test_every_family_is_tested():
-    assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
+    assert {config.model_type for config in CONFIGS.values()} | NOT_IN_TRANSFORMERS == set(FAMILIES)
 
 
 def test_rows_are_scored_at_their_last_token_where_the_model_has_no_padding(llama):

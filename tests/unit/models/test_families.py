@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     MistralConfig,
     Qwen2Config,
@@ -47,14 +49,36 @@ HYBRID = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "initializer_range": 0.1}
 MIXTURE = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 SPARSE = {"num_local_experts": 6, "num_experts_per_tok": 2}
+ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+GROUPS = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+LATENTS = {"num_key_value_heads": 4, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
 SLIDING = {"sliding_window": 5, "use_sliding_window": True}
 CONFIGS = {
+    "deepseek_v3": (DeepseekV3Config(**SIZES | ROUTED | GROUPS | LATENTS, q_lora_rank=10), "sdpa"),
+    "deepseek_v3, queries without latents, yarn": (
+        DeepseekV3Config(
+            **SIZES | ROUTED | LATENTS | {"v_head_dim": 12},
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            rope_parameters=YARN,
+            attention_bias=True,
+        ),
+        "sdpa",
+    ),
     "gemma": (GemmaConfig(**SIZES, head_dim=8), "sdpa"),
     "gemma2": (
         Gemma2Config(**SIZES, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         "eager",
     ),
     "gemma3_text": (Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, sliding_window_pattern=2), "sdpa"),
+    "glm4_moe": (Glm4MoeConfig(**SIZES, **ROUTED, head_dim=8, attention_bias=True), "sdpa"),
+    "glm4_moe, norms of heads and groups": (
+        Glm4MoeConfig(**SIZES, **ROUTED, **GROUPS, use_qk_norm=True, norm_topk_prob=False, n_shared_experts=2),
+        "sdpa",
+    ),
     "gpt_oss": (GptOssConfig(**SIZES, **SPARSE, head_dim=8, sliding_window=5), "eager"),
     "mistral": (MistralConfig(**SIZES, sliding_window=5), "sdpa"),
     "mistral without a window": (MistralConfig(**SIZES, sliding_window=None), "sdpa"),
@@ -79,7 +103,11 @@ def both(request, tmp_path):
     """A model as we load it and as transformers loads it, and how near they have to be."""
     config, attention = request.param
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.1)
+    model.save_pretrained(tmp_path)
     ours = load_policy(str(tmp_path), dtype="float64").model
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation=attention, experts_implementation="eager", dtype=torch.float64

@@ -9,6 +9,8 @@ import torch
 from tiny_models import make_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -76,6 +78,18 @@ def test_of_a_mixture_the_router_and_the_chosen_experts_are_counted():
     per_layer = PROJECTIONS + HIDDEN * 8 + 3 * 3 * HIDDEN * 24
     expected = PassFlops(2 * LAYERS * per_layer, BY_HAND.per_pair, BY_HAND.per_output)
     assert flops_of(Qwen3MoeForCausalLM(config)).forward == expected
+
+
+def test_of_latent_attention_and_shared_experts_all_products_are_counted():
+    latents = {"q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+    sizes = SIZES | {"num_key_value_heads": HEADS, "head_dim": 4, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(**sizes, **latents, **experts, first_k_dense_replace=1)
+    attention = HIDDEN * 10 + 10 * HEADS * 10 + HIDDEN * 10 + 6 * HEADS * 11 + HEADS * 5 * HIDDEN
+    sparse = HIDDEN * 8 + 3 * (3 + 2) * HIDDEN * 24
+    per_token = 2 * (LAYERS * attention + 3 * HIDDEN * INTERMEDIATE + (LAYERS - 1) * sparse)
+    expected = PassFlops(per_token, 2 * LAYERS * HEADS * (10 + 5), BY_HAND.per_output)
+    assert flops_of(DeepseekV3ForCausalLM(config)).forward == expected
 
 
 def test_of_linear_attention_the_projections_and_three_products_with_a_state_are_counted():

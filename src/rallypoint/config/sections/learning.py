@@ -43,6 +43,9 @@ class ActorConfig(Section):
     router_aux_loss_coef: float = key(
         0.0, at_least=0, at_most=1, hidden=True, help="Weight of a mixture's load-balancing loss (docs/engine.md)."
     )
+    router_bias_update_rate: float = key(
+        0.0, at_least=0, at_most=1, hidden=True, help="Step of the biases of a mixture's routers (docs/engine.md)."
+    )
     optimizer: OptimizerConfig = section(OptimizerConfig, help="AdamW of the actor.")
     placement: PlacementConfig = section(PlacementConfig, help="Where the actor runs.")
     mesh: MeshConfig = section(MeshConfig, help="How its ranks divide model and rows.")

@@ -27,6 +27,7 @@ from rallypoint.families.family import Family
 from rallypoint.families.kinds.attention import Attention
 from rallypoint.families.kinds.experts import Experts
 from rallypoint.families.kinds.kind import Kind, Mixer, PerToken
+from rallypoint.families.kinds.latent_attention import LatentAttention
 from rallypoint.families.kinds.linear_attention import LinearAttention
 from rallypoint.families.kinds.mlp import MLP
 
@@ -37,6 +38,7 @@ __all__ = [
     "Attention",
     "Experts",
     "Kind",
+    "LatentAttention",
     "Layers",
     "LinearAttention",
     "Mixer",
@@ -44,7 +46,7 @@ __all__ = [
     "read_layers",
 ]
 
-MIXERS: tuple[type[Mixer], ...] = (LinearAttention, Attention)
+MIXERS: tuple[type[Mixer], ...] = (LinearAttention, LatentAttention, Attention)
 MLPS: tuple[type[PerToken], ...] = (Experts, MLP)
 
 KindT = TypeVar("KindT", bound=Kind)

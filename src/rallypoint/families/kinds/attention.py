@@ -36,7 +36,7 @@ class Attention(Mixer):
             num_heads=heads,
             num_key_value_heads=int(values.get("num_key_value_heads") or heads),
             head_dim=int(values.get("head_dim") or hidden // heads),
-            norms_heads=family is not None and family.norms_heads,
+            norms_heads=bool(values.get("use_qk_norm", family is not None and family.norms_heads)),
             is_gated=bool(values.get("attn_output_gate", family is not None and family.gates_attention)),
             caps_scores=bool(values.get("attn_logit_softcapping")),
             has_sinks=family is not None and family.has_sinks,

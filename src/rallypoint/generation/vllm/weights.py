@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
+from rallypoint.families import FAMILIES
 from rallypoint.generation.requests import check_weights, vocabulary_of
 from rallypoint.model_files.reader import TYPES
 from rallypoint.model_files.tensor_names import Sources, sources_of
@@ -39,7 +40,7 @@ class Outline:
     num_ids: int
     """Size of the vocabulary."""
     cache_bytes_per_token: int
-    """Bytes of the keys and values of one token."""
+    """Bytes of the keys and values of one token, or of the latents that they are made of."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,10 +51,14 @@ class Outline:
     def of(cls, shard: ModelShard) -> Outline:
         """Return the outline of a model, which may be on the meta device."""
         model, config = shard.model, shard.model.config.get_text_config()
+        family = FAMILIES.get(str(config.model_type))
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_head = 2 * config.num_hidden_layers * head_dim * next(model.parameters()).dtype.itemsize
-        return cls(named_weights(model), sources_of(model), vocabulary_of(model), num_heads * per_head)
+        numbers = 2 * num_heads * head_dim
+        if family is not None and family.has_latents:
+            numbers = config.kv_lora_rank + config.qk_rope_head_dim
+        per_token = numbers * config.num_hidden_layers * next(model.parameters()).dtype.itemsize
+        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token)
 
     def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
         """Write weights into a new folder below another one, and return it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,9 +27,6 @@ EXPERTS, OWN_CODE = "rallypoint_experts", "rallypoint_own_code"
 
 _LEAST_ROWS: contextvars.ContextVar[int] = contextvars.ContextVar("least rows", default=0)
 """Fewest rows that an expert multiplies."""
-
-_ROUTERS = frozenset(name for family in FAMILIES.values() for name in family.routers)
-"""Classes of transformers that compute the same as ours, but always in float32, or in the model's half precision."""
 
 
 class Experts(Protocol):
@@ -61,7 +58,7 @@ class Balance(Protocol):
 
 
 class Router(Protocol):
-    """The router of Qwen3-MoE, gpt-oss and similar families in transformers."""
+    """A router in transformers."""
 
     weight: Tensor
     """[X, E]."""
@@ -76,8 +73,24 @@ class Router(Protocol):
     """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
     balance: Balance | None
     """What is done so that experts get equal shares of the tokens; None: nothing."""
+    count: Callable[[Tensor], None] | None
+    """Takes the experts that the tokens of a pass are sent to, [T, k]; None while nobody asks."""
     _parameters: Mapping[str, Tensor]
     """The weight, and in some families a bias."""
+
+    def settled(self, chosen: Tensor) -> Tensor:
+        """See `_RouterInPrecision`."""
+        ...
+
+
+class BiasedRouter(Router, Protocol):
+    """The router of DeepSeek-V3 and similar families in transformers."""
+
+    e_score_correction_bias: Tensor
+    """[X] float32: chooses, but does not weigh."""
+    routed_scaling_factor: float
+    num_group: int
+    topk_group: int
 
 
 class _RouterInPrecision:
@@ -86,29 +99,78 @@ class _RouterInPrecision:
     The original rounds probabilities to float32, so that gradients in float64 depend on the other tokens in the batch.
     """
 
-    load = recorded = replayed = balance = None
+    load = recorded = replayed = balance = count = None
     norm_topk_prob = True
+
+    def settled(self: Router, chosen: Tensor) -> Tensor:
+        """Return the experts that tokens are sent to, [T, k], after the router has chosen some, and take note."""
+        if self.replayed is not None:
+            chosen = torch.where(self.replayed > 0, self.replayed - 1, chosen)
+        if self.recorded is not None:
+            self.recorded.append(chosen)
+        if self.count is not None:
+            self.count(chosen)
+        if self.load is not None:
+            numbers = torch.arange(len(self.load), device=chosen.device)
+            self.load += (chosen.reshape(-1, 1) == numbers).sum(0)
+        return chosen
+
+
+class _BySoftmax(_RouterInPrecision):
+    """The router of Qwen3-MoE, gpt-oss and similar families."""
 
     def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores = functional.linear(states, self.weight, self._parameters.get("bias"))
-        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        every, (shares, chosen) = shares, shares.topk(self.top_k, dim=-1)
-        if self.replayed is not None:
-            chosen = torch.where(self.replayed > 0, self.replayed - 1, chosen)
+        every = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        shares, chosen = every.topk(self.top_k, dim=-1)
+        chosen = self.settled(chosen)
         if self.balance is not None:
             every = self.balance(every, chosen)
         if self.replayed is not None or self.balance is not None:
             shares = every.gather(-1, chosen)
-        if self.recorded is not None:
-            self.recorded.append(chosen)
         if self.norm_topk_prob:
             shares = shares / shares.sum(-1, keepdim=True)
-        if self.load is not None:
-            numbers = torch.arange(len(self.load), device=chosen.device)
-            self.load += (chosen.reshape(-1, 1) == numbers).sum(0)
         return scores, shares.to(scores.dtype), chosen
+
+
+class _BySigmoid(_RouterInPrecision):
+    """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and GLM-4.5."""
+
+    def forward(self: BiasedRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., E] -> scores before the sigmoid [T, X], weights of the chosen experts [T, k], and these [T, k].
+
+        The experts with the largest sums of sigmoid and bias are chosen, of the groups whose best two have the largest
+        sums together. Weights follow from the sigmoid alone.
+        """
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        wide = torch.promote_types(states.dtype, torch.float32)
+        scores = functional.linear(states.to(wide), self.weight.to(wide))
+        every = scores.sigmoid()
+        chosen = self.settled(_best_of_groups(self, every.detach() + self.e_score_correction_bias))
+        if self.balance is not None:
+            total = every.sum(-1, keepdim=True)
+            every = self.balance(every / total, chosen) * total
+        weights = every.gather(-1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return scores, (weights * self.routed_scaling_factor).to(states.dtype), chosen
+
+
+def _best_of_groups(router: BiasedRouter, sums: Tensor) -> Tensor:
+    """[T, X] -> the largest of the best groups: [T, k]."""
+    if router.topk_group < router.num_group:
+        groups = sums.unflatten(-1, (router.num_group, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(router.topk_group, dim=-1).indices
+        is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
+        sums = groups.masked_fill(is_left_out.unsqueeze(-1), float("-inf")).flatten(-2)
+    return sums.topk(router.top_k, dim=-1).indices
+
+
+_MIXED_IN = {name: _BySoftmax for family in FAMILIES.values() for name in family.routers}
+_MIXED_IN |= {name: _BySigmoid for family in FAMILIES.values() for name in family.biased_routers}
+"""Classes of transformers that compute the same as ours, but always in float32."""
 
 
 def replace_routers(model: nn.Module) -> None:
@@ -118,13 +180,18 @@ def replace_routers(model: nn.Module) -> None:
     """
     for module in model.modules():
         kind = type(module)
-        if kind.__name__ in _ROUTERS and kind.__module__.startswith("transformers."):
+        if kind.__name__ in _MIXED_IN and kind.__module__.startswith("transformers."):
             module.__class__ = _in_precision(kind)
 
 
 def routers_of(model: nn.Module) -> list[Router]:
     """Return the routers that `replace_routers` has replaced, in the order of the layers."""
     return [cast("Router", module) for module in model.modules() if isinstance(module, _RouterInPrecision)]
+
+
+def is_biased(router: Router) -> bool:
+    """Return whether a router that was replaced chooses with a bias of each expert."""
+    return isinstance(router, _BySigmoid)
 
 
 class ExpertLoads:
@@ -162,7 +229,7 @@ class ExpertLoads:
 
 @functools.cache
 def _in_precision(router: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{router.__name__}InPrecision", (_RouterInPrecision, router), {})
+    return type(f"{router.__name__}InPrecision", (_MIXED_IN[router.__name__], router), {})
 
 
 def add_up_experts(experts: Experts, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

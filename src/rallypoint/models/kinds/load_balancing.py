@@ -1,11 +1,13 @@
-"""A loss for mixtures that is least when the experts of each layer get equal shares of the tokens.
+"""Equal shares of the tokens for the experts of each layer of a mixture: a loss, and biases that follow the loads.
 
-Switch Transformers (arXiv 2101.03961, equations 4 to 6), for k experts of a token. A layer has X experts, T tokens:
+**The loss** is least with equal shares. Switch Transformers (arXiv 2101.03961, equations 4 to 6), for k experts of a
+token. A layer has X experts, T tokens:
 
     loss = X * sum over experts x of f[x] * P[x]
 
     f[x]    tokens that were sent to expert x, divided by T; together they are k
-    P[x]    mean of the router's probability of x over all tokens: a gradient flows through this factor alone
+    P[x]    mean of the router's probability of x over all tokens: a gradient flows through this factor alone; of a
+            router by sigmoid, its sigmoid divided by the sum of all
 
 That is `load_balancing_loss_func` of transformers for one layer; layers are averaged. (transformers takes all layers
 together, so that an expert with too few tokens makes up for one of another layer.) With equal shares it is k.
@@ -15,20 +17,27 @@ T is all tokens of an optimizer step, of all ranks, as if each row were computed
 sum over tokens, whose gradient each router adds to that of its probabilities:
 
     d loss / d probability of x for a token = X * f[x] / (layers * T)
+
+**Biases** are those of routers like DeepSeek-V3's, which choose but do not weigh, so that no loss is needed (arXiv
+2408.15664, algorithm 1; 2412.19437, section 2.1.2). After an optimizer step each moves towards an equal share:
+
+    b[x] <- b[x] + rate * sign(k / X - f[x])
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rallypoint.errors import ModelError
-from rallypoint.models.kinds.experts import routers_of
+from rallypoint.families import BIASED
+from rallypoint.models.kinds.experts import BiasedRouter, is_biased, routers_of
 from rallypoint.parallel import DeviceMesh
 
 
@@ -122,6 +131,69 @@ class _Pulled:
         """See `rallypoint.models.kinds.experts.Balance`."""
         del chosen
         return _AddGradient.apply(shares, (self._of.weights * self._slope).to(shares))
+
+
+class BiasUpdate:
+    """The biases of a model's routers, moved once an optimizer step.
+
+    Args of the constructor:
+        base: the model without its head; its routers have biases, if the rate is not 0.
+        rate: how far a bias moves in a step; 0: biases stay.
+        mesh: the ranks that compute an optimizer step together.
+    """
+
+    def __init__(self, base: nn.Module, rate: float, mesh: DeviceMesh) -> None:
+        self._rate, self._mesh = rate, mesh
+        found = filter(is_biased, routers_of(base)) if rate else ()
+        self._routers = [cast("BiasedRouter", router) for router in found]
+        self._weights: Tensor | None = None
+        """[T] float64: weight of each token in the pass under way; None outside, where layers are computed again."""
+        self._is_on = False
+        if not rate:
+            return
+        if not self._routers:
+            raise ModelError(
+                f"{type(base).__name__} has no routers with a bias; models of type {', '.join(BIASED)} have. Leave out "
+                "actor.router_bias_update_rate; actor.router_aux_loss_coef balances the experts of any mixture"
+            )
+        base.register_forward_pre_hook(self._begin, with_kwargs=True)
+        base.register_forward_hook(self._end)
+
+    def _begin(self, base: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        del base, args
+        self._weights = options["rows"].token_weights if self._is_on else None
+
+    def _end(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del base, args, output
+        self._weights = None
+
+    @contextlib.contextmanager
+    def after(self) -> Iterator[None]:
+        """Count where the tokens of an optimizer step in the block are sent; move the biases if it raises nothing."""
+        if not self._routers:
+            yield
+            return
+        counts = [torch.zeros_like(router.e_score_correction_bias, dtype=torch.float64) for router in self._routers]
+        self._is_on = True
+        try:
+            for router, count in zip(self._routers, counts, strict=True):
+                router.count = functools.partial(self._count, count)
+            yield
+        finally:
+            self._is_on = False
+            for router in self._routers:
+                router.count = None
+        sums = torch.stack(counts)
+        self._mesh.everyone.all_reduce_sum([sums])
+        # In whole numbers, which have the same bits on every mesh.
+        steps = (sums.sum(1, keepdim=True) - sums.shape[1] * sums).sign() * self._rate
+        for router, step in zip(self._routers, steps, strict=True):
+            router.e_score_correction_bias += step.to(router.e_score_correction_bias)
+
+    def _count(self, counts: Tensor, chosen: Tensor) -> None:
+        """Add the tokens of a pass that a router sends to each expert, [T, k] chosen."""
+        if self._weights is not None:
+            counts.scatter_add_(0, chosen.flatten(), self._weights.repeat_interleave(chosen.shape[1]))
 
 
 class _Context(FunctionCtx):

@@ -84,8 +84,9 @@ def test_rollouts_do_not_depend_on_their_company(
         assert actual[name][2] == pytest.approx(sampled, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.parametrize(("family", "kv_heads"), [("qwen3_moe", 2), ("glm4_moe", 2), ("deepseek_v3", 4)])
 def test_in_the_mode_exact_tokens_of_a_mixture_do_not_depend_on_those_sent_to_the_same_experts(
-    make_policy, make_prompts, params
+    make_policy, make_prompts, params, family, kv_heads
 ):
     prompts = make_prompts([5, 9, 2, 7])
     requests = [
@@ -94,7 +95,7 @@ def test_in_the_mode_exact_tokens_of_a_mixture_do_not_depend_on_those_sent_to_th
         )
         for prompt in range(4)
     ]
-    model = make_policy("qwen3_moe")
+    model = make_policy(family, kv_heads)
     together = rollouts(NativeEngine(model, mode="exact"), requests)
     for name, alone in zip(together, requests, strict=True):
         assert rollouts(NativeEngine(model, mode="exact"), [alone])[name] == together[name]

@@ -14,7 +14,7 @@ from rallypoint.types import RolloutBatch
 LENGTHS = [3, 9, 1, 17, 5, 4]
 
 
-FAMILIES = [("llama", 1), ("llama", 2), ("llama", 4), ("qwen3", 2), ("qwen3", 4)]
+FAMILIES = [("llama", 1), ("llama", 2), ("llama", 4), ("qwen3", 2), ("qwen3", 4), ("glm4_moe", 2), ("deepseek_v3", 4)]
 
 
 @pytest.fixture

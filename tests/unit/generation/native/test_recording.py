@@ -33,14 +33,17 @@ def chosen_by(model, batch):
     return found
 
 
+@pytest.mark.parametrize(("family", "kv_heads"), [("qwen3_moe", 2), ("glm4_moe", 2), ("deepseek_v3", 4)])
 @pytest.mark.parametrize("way", WAYS)
-def test_rollouts_have_the_experts_of_every_token_that_was_computed(make_policy, make_prompts, params, way):
-    model = make_policy("qwen3_moe")
+def test_rollouts_have_the_experts_of_every_token_that_was_computed(
+    make_policy, make_prompts, params, way, family, kv_heads
+):
+    model = make_policy(family, kv_heads)
     made = {name: value(model) if name == "backend" else value for name, value in WAYS[way].items()}
     engine = NativeEngine(model, records_experts=True, **made)
-    params = dataclasses.replace(params, max_new_tokens=40, stop_tokens=(0,))
+    params = dataclasses.replace(params, max_new_tokens=40, stop_tokens=() if way == "preempted" else (0,))
     batch = generate(engine, make_prompts([5, 40, 2, 40, 64]), params, version=0, group_size=3)
-    assert batch.experts.shape == (batch.num_tokens, 2 * 2)
+    assert batch.experts.shape == (batch.num_tokens, len(routers_of(model)) * 2)
     assert torch.equal(batch.experts, chosen_by(model, batch))
     assert (engine.num_preempted > 0) == (way == "preempted")
 

@@ -10,8 +10,9 @@ from rallypoint.cluster.mesh import Mesh
 from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import ModelError
+from rallypoint.families import MIXTURES
 from rallypoint.model_files import load_policy
-from rallypoint.models import gather
+from rallypoint.models import Part, gather
 from rallypoint.models.kinds.expert_parallel import deal_experts
 from rallypoint.models.tensor_parallel import TensorParts
 from rallypoint.parallel import DeviceMesh
@@ -25,14 +26,15 @@ def folder(request, tmp_path):
     return make_family_model(tmp_path / request.param, request.param)
 
 
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize(
     "sizes", [{"ep": 4}, {"dp_replicate": 2, "ep": 2, "sp": 2}, {"ep": 2, "sp": 2, "tp": 2}], ids=str
 )
-def test_ranks_that_share_experts_take_the_steps_of_one(on_mesh, folder, sizes):
-    parent, _, family = folder.rpartition("/")
+def test_ranks_that_share_experts_take_the_steps_of_one(on_mesh, tmp_path, sizes, family):
+    make_family_model(tmp_path / family, family)
     case = Case("ep", "packed", "many", "actor", "float64", family)
     batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
-    parts = deal(batch, grid.num_parts, 0.01)[0]
+    parts, parent = deal(batch, grid.num_parts, 0.01)[0], str(tmp_path)
 
     def steps(mesh, part):
         return run(case, Models(parent, mesh), part, batch.num_loss_tokens)
@@ -94,7 +96,7 @@ def test_checkpoints_of_either_mesh_load_in_the_other(on_mesh, folder):
         (
             "qwen3",
             {},
-            r"Qwen3ForCausalLM has no experts to deal over ranks \(ep > 1\); models of type gpt_oss, qwen3_moe, .*have",
+            rf"Qwen3ForCausalLM has no experts to deal over ranks \(ep > 1\); models of type {', '.join(MIXTURES)} ",
         ),
         ("qwen3_moe", {"num_experts": 9}, "Qwen3MoeForCausalLM: ep=2 does not divide 9 experts; choose 1, 3 or 9"),
     ],
@@ -126,3 +128,26 @@ def test_a_dense_layer_of_a_mixture_stays_whole_and_adapters_fit_beside_dealt_ex
             f"model.layers.0.mlp.experts.{kind}_proj" for kind in ("gate_up", "down")
         }
         assert all(".lora_" in name for name in trained)
+
+
+def test_adapters_of_latent_attention_have_the_gradients_of_one_rank(on_mesh, tmp_path):
+    folder, batch = make_family_model(tmp_path / "deepseek_v3", "deepseek_v3"), make_batch("actor")
+
+    def gradients(mesh):
+        shard = load_policy(folder, dtype="float64", mesh=mesh, lora=LoRAConfig(rank=2))
+        for number, (name, weight) in enumerate(sorted(shard.trained().items())):
+            part, generator = shard.parts[name], torch.Generator().manual_seed(number)
+            whole = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+            weight.copy_(whole[part.within(Part.whole(part.shape))])
+        engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=48)
+        engine.accumulate(
+            batch, lambda rows, at: (policy_outputs(shard, rows, at, 1.0).logprobs.sum(), Metrics()), denominator=100.0
+        )
+        trained = {name: weight for name, weight in engine.weights.items() if weight.requires_grad}
+        engine._sharding.reduce_and_clip(trained, 1e9)
+        return dict(gather({name: weight.grad for name, weight in trained.items()}, shard.parts, mesh))
+
+    expected, (found, _) = gradients(DeviceMesh.solo()), on_mesh(gradients, tp=2)
+    assert {name for name in expected if "kv_a_proj_with_mqa" in name or "q_b_proj" in name}
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10)

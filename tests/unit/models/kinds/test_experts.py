@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 from accelerator_forms import accelerator_forms
+from tiny_families import FAMILY_CONFIGS, SIZES
 from torch import nn
 from torch.nn import functional
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
@@ -130,6 +131,37 @@ def test_a_softmax_over_the_chosen_alone_is_one_over_all_whose_shares_are_made_t
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[2], expected[2])
     torch.testing.assert_close(found[1], expected[1], rtol=1e-14, atol=0)
+
+
+BIASED = [("glm4_moe", 1, 1), ("glm4_moe", 4, 2), ("deepseek_v3", 4, 3)]
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(("family", "num_groups", "num_best"), BIASED)
+def test_a_router_with_a_bias_chooses_and_weighs_as_transformers_own(family, num_groups, num_best, norm_topk_prob):
+    for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        router, states = make_biased_router(family, dtype, num_groups, num_best, norm_topk_prob)
+        found = []
+        for _ in range(2):
+            leaf = states.clone().requires_grad_()
+            router.zero_grad()
+            _, weights, chosen = router(leaf)
+            dense = torch.zeros(len(states), 8, dtype=weights.dtype).scatter(1, chosen, weights)
+            (dense * torch.linspace(-1, 1, dense.numel()).view_as(dense)).sum().backward()
+            found.append((dense.to(dtype), leaf.grad, router.weight.grad.clone()))
+            replace_routers(nn.Sequential(router))
+        assert weights.dtype == dtype
+        for ours, theirs in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def make_biased_router(family, dtype, num_groups, num_best, norm_topk_prob):
+    config, generator = FAMILY_CONFIGS[family](**SIZES), torch.Generator().manual_seed(0)
+    config.n_group, config.topk_group, config.norm_topk_prob = num_groups, num_best, norm_topk_prob
+    router = AutoModelForCausalLM.from_config(config).model.layers[1].mlp.gate
+    router.weight.data = torch.randn(8, 16, generator=generator).to(dtype)
+    router.e_score_correction_bias.copy_(torch.randn(8, generator=generator))
+    return router, torch.randn(50, 16, generator=generator).to(dtype)
 
 
 def make_router(norm_topk_prob, dtype):

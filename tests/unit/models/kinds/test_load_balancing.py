@@ -1,5 +1,9 @@
-"""The loss for routers beside transformers' own, in value and gradient, on every mesh and in every cut."""
+"""The loss for routers beside transformers' own, in value and gradient, on every mesh and in every cut.
 
+transformers has none for routers with a bias: there it is the formula.
+"""
+
+import math
 import re
 
 import pytest
@@ -13,7 +17,7 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TokenStream, TrainingEngine, choosing_tokens, policy_outputs, trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy
-from rallypoint.models import LoadBalancing, PackedRows, gather
+from rallypoint.models import BiasUpdate, LoadBalancing, PackedRows, gather
 from rallypoint.models.kinds.experts import routers_of
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
@@ -23,20 +27,33 @@ from rallypoint.types import Metrics
 COEF = 0.25
 
 
-@pytest.fixture(params=["gpt_oss", "qwen3_moe"])
+@pytest.fixture(params=["gpt_oss", "qwen3_moe", "glm4_moe"])
 def folder(request, tmp_path):
     return make_family_model(tmp_path / request.param, request.param)
 
 
+def by_formula(scores, chosen):
+    """Return the loss of a layer, whose shares are sigmoids divided by their sum."""
+    shares = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
+    sent = torch.bincount(chosen.flatten(), minlength=8) / len(chosen)
+    return 8 * (sent * shares.mean(0)).sum()
+
+
 def by_transformers(folder, batch):
-    """Return transformers' loss of every layer for rows computed alone, their mean, and its gradients."""
+    """Return the loss of every layer for rows computed alone, their mean, and its gradients."""
     model = load_policy(folder, dtype="float64").model
     offsets, tokens, _ = choosing_tokens(batch, trained_positions(batch))
-    rows, scores = PackedRows(offsets, model.device), []
-    hooks = [router.register_forward_hook(lambda *passed: scores.append(passed[2][0])) for router in routers_of(model)]
+    rows, routed = PackedRows(offsets, model.device), []
+    hooks = [router.register_forward_hook(lambda *passed: routed.append(passed[2])) for router in routers_of(model)]
     model.base_model(input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows)
     del hooks
-    loss = torch.stack([load_balancing_loss_func((of_layer,), 8, 3) for of_layer in scores]).mean()
+    is_biased = folder.endswith("glm4_moe")
+    loss = torch.stack(
+        [
+            by_formula(scores, chosen) if is_biased else load_balancing_loss_func((scores,), 8, 3)
+            for scores, _, chosen in routed
+        ]
+    ).mean()
     (COEF * loss).backward()
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return float(loss.detach()), found
@@ -104,3 +121,86 @@ def test_a_model_without_experts_is_refused(tmp_path):
     model = load_policy(make_family_model(tmp_path / "qwen3", "qwen3"), dtype="float32").model
     with pytest.raises(ModelError, match=r"no experts whose loads could be balanced; leave out actor\.router_aux"):
         LoadBalancing(model.base_model, COEF, DeviceMesh.solo())
+
+
+RATE = 0.01
+
+
+def biases_after(folder, mesh, part, max_tokens=48, activations="checkpoint", num_steps=2):
+    """Return the biases of all routers after optimizer steps that change no weight."""
+    shard = load_policy(folder, dtype="float64", mesh=mesh)
+    engine = TrainingEngine(
+        shard, optimizer=OptimizerConfig(lr=1e-30), max_tokens_per_micro_batch=max_tokens, activations=activations
+    )
+    update = BiasUpdate(shard.model.base_model, RATE, mesh)
+
+    def loss(rows, at):
+        return policy_outputs(shard, rows, at, 1.0).logprobs.sum(), Metrics()
+
+    for step in range(1, num_steps + 1):
+        with update.after():
+            engine.train(part, loss, denominator=100.0, step=step, num_steps=num_steps)
+        engine.evaluate(part, lambda rows, at: loss(rows, at)[0].expand(len(at)))  # is not counted
+    return {name: each.clone() for name, each in shard.trained().items() if name.endswith("correction_bias")}
+
+
+def biases_by_formula(folder, batch, num_steps=2):
+    """Return the same from the choices for rows computed alone, token by token."""
+    model = load_policy(folder, dtype="float64").model
+    offsets, tokens, _ = choosing_tokens(batch, trained_positions(batch))
+    rows, routed = PackedRows(offsets, model.device), []
+    for router in routers_of(model):
+        router.register_forward_hook(lambda *passed: routed.append(passed[2][2]))
+    for _ in range(num_steps):
+        routed.clear()
+        with torch.no_grad():
+            model.base_model(input_ids=tokens.unsqueeze(0), position_ids=rows.position_ids, use_cache=False, rows=rows)
+        for router, chosen in zip(routers_of(model), routed, strict=True):
+            counts = [int((chosen == expert).sum()) for expert in range(8)]
+            for expert, count in enumerate(counts):
+                if count != sum(counts) / 8:
+                    router.e_score_correction_bias[expert] += RATE if count < sum(counts) / 8 else -RATE
+    return {name: each for name, each in model.named_buffers() if name.endswith("correction_bias")}
+
+
+@pytest.fixture
+def biased(tmp_path):
+    return make_family_model(tmp_path / "glm4_moe", "glm4_moe")
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("max_tokens", [48, 10_000])
+def test_biases_follow_the_loads_of_a_step_whatever_the_cut(biased, max_tokens, activations):
+    batch = make_batch("actor")
+    found, expected = (
+        biases_after(biased, DeviceMesh.solo(), batch, max_tokens, activations),
+        biases_by_formula(biased, batch),
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], wanted) for name, wanted in expected.items())
+    before = load_policy(biased, dtype="float64").tensors()
+    assert all(bool((wanted != before[name]).any()) for name, wanted in expected.items())
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_biases_have_the_same_bits_on_every_mesh(on_mesh, biased, sizes):
+    batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
+    parts = deal(batch, grid.num_parts, 0.01)[0]
+    expected = biases_by_formula(biased, batch)
+    for found in on_mesh(lambda mesh: biases_after(biased, mesh, parts[grid.part(mesh.rank)]), **sizes):
+        assert all(torch.equal(found[name], wanted) for name, wanted in expected.items())
+
+
+def test_a_step_that_fails_moves_no_bias(biased):
+    shard = load_policy(biased, dtype="float64")
+    before = {name: each.clone() for name, each in shard.tensors().items()}
+    with pytest.raises(ZeroDivisionError), BiasUpdate(shard.model.base_model, RATE, shard.mesh).after():
+        math.sqrt(1 // 0)
+    assert all(torch.equal(each, before[name]) for name, each in shard.tensors().items())
+    assert all(router.count is None for router in routers_of(shard.model))
+
+
+def test_routers_without_a_bias_are_refused(tmp_path):
+    model = load_policy(make_family_model(tmp_path / "qwen3_moe", "qwen3_moe"), dtype="float32").model
+    with pytest.raises(ModelError, match=r"no routers with a bias; models of type .*glm4_moe have\. Leave out actor\."):
+        BiasUpdate(model.base_model, RATE, DeviceMesh.solo())

@@ -24,7 +24,7 @@ from rallypoint.types import Metrics, PerToken, Prompts, offsets_from_lengths
 PARAMS = SamplingParams(max_new_tokens=24, seed=3)
 
 
-@pytest.fixture(params=["gpt_oss", "qwen3_moe"])
+@pytest.fixture(params=["gpt_oss", "qwen3_moe", "glm4_moe"])
 def folder(request, tmp_path):
     return make_family_model(tmp_path / request.param, request.param)
 
@@ -55,8 +55,8 @@ def plant_ties(model):
     """Make experts 2n + 1 as likely as 2n up to rounding, while what they do stays different."""
     with torch.no_grad():
         for router in routers_of(model):
-            for weight in router.parameters():
-                weight[1::2] = weight[::2]
+            for tensor in (*router.parameters(), *router.buffers()):
+                tensor[1::2] = tensor[::2]
 
 
 def disturb(model, size):
@@ -95,10 +95,10 @@ def test_the_experts_that_the_trainer_would_choose_change_no_bit(folder):
     assert torch.equal(logprobs_of(model, nothing), logprobs_of(model, without))
 
 
-def replayed_batch():
+def replayed_batch(num_routers):
     """Return what an actor learns from, of which any experts were recorded for most tokens."""
     batch, generator = make_batch("actor"), torch.Generator().manual_seed(2)
-    chosen = torch.rand(batch.num_tokens, 2, 8, generator=generator).topk(3).indices + 1
+    chosen = torch.rand(batch.num_tokens, num_routers, 8, generator=generator).topk(3).indices + 1
     chosen[::7] = 0
     return dataclasses.replace(batch, experts=chosen.flatten(1).to(torch.uint8))
 
@@ -122,7 +122,8 @@ MESHES = ({"ep": 2}, {"dp_shard": 2}, {"tp": 2}, {"sp": 2}, {"ep": 2, "sp": 2}, 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_mesh_chooses_the_recorded_experts(on_mesh, folder, sizes):
-    batch, grid = replayed_batch(), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
+    num_routers = len(routers_of(load_policy(folder, dtype="float32").model))
+    batch, grid = replayed_batch(num_routers), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
     parts, place = deal(batch, grid.num_parts, 0.01)
     expected, logprobs = gradients(folder, DeviceMesh.solo(), batch, "keep")
     assert not torch.allclose(logprobs, gradients(folder, DeviceMesh.solo(), make_batch("actor"))[1])
@@ -139,5 +140,7 @@ def test_every_mesh_chooses_the_recorded_experts(on_mesh, folder, sizes):
 def test_experts_of_another_model_are_refused(folder):
     model = load_policy(folder, dtype="float32").model
     batch = sampled(model)
-    with pytest.raises(ModelError, match="in 4 bytes, but this model has 2 routers that choose 3 experts each, which"):
-        logprobs_of(model, dataclasses.replace(batch, experts=batch.experts[:, :4]))
+    with pytest.raises(
+        ModelError, match=r"in 2 bytes, but this model has \d routers that choose 3 experts each, which"
+    ):
+        logprobs_of(model, dataclasses.replace(batch, experts=batch.experts[:, :2]))
