@@ -119,7 +119,7 @@ class _Cutter:
                 f"{self._model_name}: {', '.join(unknown)} of {type(block).__name__} cannot be cut over ranks (tp > 1)"
             )
         cuts = {Cut.OUTPUTS: self._cut_outputs, Cut.INPUTS: self._cut_inputs, Cut.SUMMED: self._sum}
-        there = dict(block.named_children())
+        there = {name.split(".")[0] for name, _ in block.named_parameters()}
         for name, cut in plan.items():
             if name in there:
                 cuts[cut](block, name)
