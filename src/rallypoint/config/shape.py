@@ -20,8 +20,8 @@ _DIGITS_VOCABULARY = 20
 _PUBLISHED = Path(__file__).parent / "models"
 """config.json of models that shipped recipes name, so that their plans are known before anything is downloaded."""
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-"""Fields of config.json that every plain decoder has."""
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+"""Fields of config.json that plain decoders have; without the last if all layers have experts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
         values = values.get("text_config", values)  # of a model that sees, too
         model_type = str(values.get("model_type", ""))
         family = FAMILIES.get(model_type)
-        if not all(int(values[name]) >= 1 for name in SIZES):
+        if not all(int(values[name]) >= 1 for name in SIZES if name in values or name != "intermediate_size"):
             return None
         return ModelShape(
             hidden_size=int(values["hidden_size"]),

@@ -197,7 +197,8 @@ def _peaks(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
         if peak > most >= plan.held_memory(pool):
             yield (
                 f"pool {pool} may need {gib(peak)} in each process when all rows are at their longest, but {whose}; "
-                "lower engine.max_tokens_per_micro_batch or rollout.cache_tokens, or set engine.activations=checkpoint"
+                "lower engine.max_tokens_per_micro_batch, rollout.max_batch_rows or rollout.cache_tokens, or set "
+                "engine.activations=checkpoint"
             )
 
 

@@ -27,6 +27,7 @@ PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3.5-0.8B": 752_393_024,
     "Qwen/Qwen3.5-9B": 8_953_803_264,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
     "openai/gpt-oss-20b": 20_914_757_184,
     "zai-org/GLM-4.5-Air": 106_852_245_504,
 }

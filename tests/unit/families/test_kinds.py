@@ -94,6 +94,15 @@ def test_a_rank_has_its_part_of_heads_columns_and_tokens():
     assert part.vocab_size == 5
 
 
+def test_no_model_has_layers_of_no_kind():
+    sizes = {name: size for name, size in SMALL.items() if name != "intermediate_size"}
+    assert parse_shape(sizes) is None
+    assert parse_shape(sizes | {"num_experts": 6, "mlp_only_layers": [0]} | MIXTURE) is None
+    shape = parse_shape(sizes | {"num_experts": 6} | MIXTURE)
+    assert shape is not None
+    assert [type(each.mlp) for each in shape.layers] == [Experts]
+
+
 def test_every_kind_finds_its_layers_alone_and_the_last_ones_take_all_that_is_left():
     for kinds in (MIXERS, MLPS):
         found = [kind.read(SMALL, None) for kind in kinds]

@@ -67,12 +67,16 @@ def read_layers(values: Mapping[str, Any], family: Family | None) -> tuple[Layer
     Args:
         values: the fields.
         family: facts that config.json does not say; None of a family that is not known.
+
+    Raises:
+        KeyError, ValueError, TypeError: fields are missing or no numbers.
     """
     pairs = zip(_read(MIXERS, values, family), _read(MLPS, values, family), strict=True)
     return tuple(Layers(count, *pair) for pair, count in collections.Counter(pairs).items())
 
 
 def _read(kinds: Sequence[type[KindT]], values: Mapping[str, Any], family: Family | None) -> list[KindT]:
-    """Return the kind of each layer."""
-    found = [kind.read(values, family) for kind in kinds]
-    return [next(kind for kind in of_layer if kind is not None) for of_layer in zip(*found, strict=True)]
+    """Return the kind of each layer: the first that it can be."""
+    found = zip(*(kind.read(values, family) for kind in kinds), strict=True)
+    possible = [[kind for kind in of_layer if kind is not None] for of_layer in found]
+    return [first for first, *_ in possible]

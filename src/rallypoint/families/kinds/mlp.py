@@ -22,9 +22,11 @@ class MLP(PerToken):
     intermediate_size: int
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self]:
+    def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
+        """Take all layers; none if there is no size, as where all have experts."""
         del family
-        layer = cls(int(values["hidden_size"]), int(values["intermediate_size"]))
+        size = values.get("intermediate_size")
+        layer = None if size is None else cls(int(values["hidden_size"]), int(size))
         return [layer] * int(values["num_hidden_layers"])
 
     @property
