@@ -12,8 +12,8 @@ from typing import Any
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.sections.material import CreateModelConfig, LoRAConfig
 from rallypoint.config.tree import RunConfig
-from rallypoint.families import FAMILIES, small_experts, small_heads, small_linear_attention
-from rallypoint.families.kinds import Kind, Layers, Mixer, read_layers
+from rallypoint.families import FAMILIES
+from rallypoint.families.kinds import Kind, Layers, Mixer, read_layers, small_model
 
 _DIGITS_VOCABULARY = 20
 
@@ -244,21 +244,16 @@ def _rank_of(lora: LoRAConfig) -> int:
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape | None:
-    return parse_shape(
-        {
-            "model_type": made.architecture,
-            "hidden_size": made.hidden_size,
-            "num_hidden_layers": made.num_layers,
-            "num_attention_heads": made.num_heads,
-            "num_key_value_heads": made.num_key_value_heads,
-            "intermediate_size": made.intermediate_size,
-            "vocab_size": _DIGITS_VOCABULARY,
-            "tie_word_embeddings": False,
-            **small_experts(made.architecture, made.num_layers, made.intermediate_size),
-            **small_heads(made.architecture, made.hidden_size, made.num_heads),
-            **small_linear_attention(made.architecture, made.num_heads, made.hidden_size // made.num_heads),
-        }
-    )
+    sizes = {
+        "hidden_size": made.hidden_size,
+        "num_hidden_layers": made.num_layers,
+        "num_attention_heads": made.num_heads,
+        "num_key_value_heads": made.num_key_value_heads,
+        "intermediate_size": made.intermediate_size,
+        "vocab_size": _DIGITS_VOCABULARY,
+    }
+    fields = small_model(made.architecture, sizes)
+    return parse_shape(fields | {"model_type": made.architecture, "tie_word_embeddings": False})
 
 
 def misfit_of(num_ranks: int, sizes: Mapping[str, int]) -> str | None:

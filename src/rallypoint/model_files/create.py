@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rallypoint.config import Architecture
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
-from rallypoint.families import small_experts, small_heads, small_linear_attention
+from rallypoint.families.kinds import small_model
 from rallypoint.model_files.locate import SINGLE, quiet_transformers
 from rallypoint.models import MAKING
 
@@ -40,7 +40,7 @@ def create_model(
         num_layers: decoder layers.
         num_heads: attention heads; must divide hidden_size.
         num_key_value_heads: must divide num_heads.
-        intermediate_size: width inside the MLP; see `small_experts`.
+        intermediate_size: width inside the MLP; see `small_model`.
         tie_embeddings: whether input and output embeddings are one matrix.
         initializer_range: standard deviation of the initial weights.
         max_positions: longest row that the model declares to support, in tokens.
@@ -50,22 +50,23 @@ def create_model(
         DiskError: the disk is full or not writable.
     """
     quiet_transformers()
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "intermediate_size": intermediate_size,
+    }
     config = AutoConfig.for_model(
         architecture,
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_key_value_heads,
         tie_word_embeddings=tie_embeddings,
         initializer_range=initializer_range,
         max_position_embeddings=max_positions,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,  # with one, transformers would never train that id's embedding
-        **{"intermediate_size": intermediate_size} | small_experts(architecture, num_layers, intermediate_size),
-        **small_heads(architecture, hidden_size, num_heads),
-        **small_linear_attention(architecture, num_heads, hidden_size // num_heads),
+        **small_model(architecture, sizes),
     )
     with MAKING, torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)

@@ -23,6 +23,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from rallypoint.families import FAMILIES
 from rallypoint.families.family import Family
 from rallypoint.families.kinds.attention import Attention
 from rallypoint.families.kinds.experts import Experts
@@ -44,6 +45,7 @@ __all__ = [
     "Mixer",
     "PerToken",
     "read_layers",
+    "small_model",
 ]
 
 MIXERS: tuple[type[Mixer], ...] = (LinearAttention, LatentAttention, Attention)
@@ -73,6 +75,24 @@ def read_layers(values: Mapping[str, Any], family: Family | None) -> tuple[Layer
     """
     pairs = zip(_read(MIXERS, values, family), _read(MLPS, values, family), strict=True)
     return tuple(Layers(count, *pair) for pair, count in collections.Counter(pairs).items())
+
+
+def small_model(model_type: str, values: Mapping[str, int]) -> dict[str, int]:
+    """Return the fields of config.json of a small model, with layers of all kinds that its family has.
+
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    >>> small_model("llama", sizes) == sizes | {"head_dim": 16}
+    True
+    >>> small_model("qwen3_moe", sizes)["num_experts"]
+    8
+
+    Args:
+        model_type: of the family.
+        values: plain fields, see `Kind.small`; others stay.
+    """
+    kinds: tuple[type[Kind], ...] = (*reversed(MIXERS), *reversed(MLPS))  # what is special comes last, and wins
+    found = [kind.small(values, FAMILIES[model_type]) for kind in kinds]
+    return {name: value for fields in (values, *found) for name, value in fields.items()}
 
 
 def _read(kinds: Sequence[type[KindT]], values: Mapping[str, Any], family: Family | None) -> list[KindT]:

@@ -44,6 +44,11 @@ class Attention(Mixer):
         )
         return [layer] * int(values["num_hidden_layers"])
 
+    @classmethod
+    def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
+        del family
+        return {"head_dim": values["hidden_size"] // values["num_attention_heads"]}
+
     @property
     def _query(self) -> int:
         return self.num_heads * self.head_dim

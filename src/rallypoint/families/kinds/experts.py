@@ -52,6 +52,11 @@ class Experts(PerToken):
         first = int(values.get("first_k_dense_replace") or 0)
         return [layer if at >= first and at not in dense and (at + 1) % every == 0 else None for at in layers]
 
+    @classmethod
+    def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
+        make = family.small_experts
+        return {} if make is None else make(values["num_hidden_layers"], values["intermediate_size"])
+
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:
         return gated_products(self.hidden_size, self.shared_size) if self.shared_size else {}

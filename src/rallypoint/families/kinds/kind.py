@@ -32,6 +32,17 @@ class Kind(abc.ABC):
             KeyError, ValueError, TypeError: fields are missing or no numbers.
         """
 
+    @classmethod
+    def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
+        """Return fields that a small model has for this kind, in addition to plain ones or in place of them.
+
+        Args:
+            values: `hidden_size`, `num_hidden_layers`, `num_attention_heads`, `intermediate_size`.
+            family: of the model.
+        """
+        del values, family
+        return {}
+
     @property
     @abc.abstractmethod
     def products(self) -> Mapping[str, tuple[int, int]]:

@@ -41,6 +41,15 @@ class LatentAttention(Mixer):
         )
         return [layer] * num_layers
 
+    @classmethod
+    def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
+        if not family.has_latents:
+            return {}
+        head_dim, rank = values["hidden_size"] // values["num_attention_heads"], values["hidden_size"] // 2
+        rotated = 2 * -(-head_dim // 4)  # which is what transformers calls the size of a head
+        sizes = {"head_dim": rotated, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": rotated, "v_head_dim": head_dim}
+        return sizes | {"q_lora_rank": rank, "kv_lora_rank": rank}
+
     @property
     def _width(self) -> int:
         """All heads, each as wide as the wider of its key and its value."""

@@ -40,6 +40,15 @@ class LinearAttention(Mixer):
         layer = cls(int(values["hidden_size"]), *(int(values[f"linear_{field}"]) for field in fields))
         return [layer if name == "linear_attention" else None for name in names]
 
+    @classmethod
+    def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
+        if not family.linear_attentions:
+            return {}
+        heads = values["num_attention_heads"]
+        sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
+        sizes |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), values["hidden_size"] // heads)
+        return sizes | {"linear_conv_kernel_dim": 4, "full_attention_interval": 2}
+
     @property
     def num_channels(self) -> int:
         """Channels of queries, keys and values: of the convolution."""
