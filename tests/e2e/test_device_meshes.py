@@ -70,6 +70,7 @@ def test_threads_that_share_matrices_tokens_or_rows_train_and_measure_as_one_pro
 # Not GLM: its biases of keys do nothing where heads are not rotated, and AdamW makes steps of their rounding errors.
 OF_MIXTURES = {
     "qwen3_moe": (HEADS,),
+    "gpt_oss": (HEADS,),
     "deepseek_v3": (HEADS, "actor.router_bias_update_rate=0.01"),
 }
 

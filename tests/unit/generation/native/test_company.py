@@ -84,7 +84,9 @@ def test_rollouts_do_not_depend_on_their_company(
         assert actual[name][2] == pytest.approx(sampled, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [("qwen3_moe", 2), ("glm4_moe", 2), ("deepseek_v3", 4)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads"), [("qwen3_moe", 2), ("gpt_oss", 2), ("glm4_moe", 2), ("deepseek_v3", 4)]
+)
 def test_in_the_mode_exact_tokens_of_a_mixture_do_not_depend_on_those_sent_to_the_same_experts(
     make_policy, make_prompts, params, family, kv_heads
 ):

@@ -33,7 +33,9 @@ def chosen_by(model, batch):
     return found
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [("qwen3_moe", 2), ("glm4_moe", 2), ("deepseek_v3", 4)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads"), [("qwen3_moe", 2), ("gpt_oss", 2), ("glm4_moe", 2), ("deepseek_v3", 4)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_rollouts_have_the_experts_of_every_token_that_was_computed(
     make_policy, make_prompts, params, way, family, kv_heads
