@@ -139,9 +139,10 @@ class ModelShape:
         """Work of one pair of tokens in all layers, where the products with weights of one token are 1."""
         return sum(layers.count * layers.mixer.pair_cost for layers in self.layers) / self.token_cost
 
-    def cached_bytes(self, size: int) -> int:
+    def cached_bytes(self, size: int, *, by_server: bool = False) -> int:
         """Return what the cache keeps of a token in all layers; `size` is the bytes of a number of the model."""
-        return sum(layers.count * layers.mixer.cached_bytes(size) for layers in self.layers)
+        mixers = ((layers.count, layers.mixer) for layers in self.layers)
+        return sum(num * (one.served_bytes(size) if by_server else one.cached_bytes(size)) for num, one in mixers)
 
     def state_bytes(self, size: int) -> int:
         """Return what a sequence remembers in all layers, however long it is."""

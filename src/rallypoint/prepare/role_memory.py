@@ -317,8 +317,8 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None
 
 
 def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
-    """Return what the key and the value of a token take in all layers."""
-    return shape.cached_bytes(_BYTES[config.model.dtype])
+    """Return what the key and the value of a token, or their latent, take in all layers."""
+    return shape.cached_bytes(_BYTES[config.model.dtype], by_server=config.rollout.engine == "vllm")
 
 
 def reserved_tokens(config: RunConfig) -> int:

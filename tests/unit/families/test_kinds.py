@@ -88,6 +88,14 @@ def test_an_mlp_beside_experts_is_whole_on_every_rank_and_all_tokens_pass_it():
     assert experts.of_ep_rank(3).num_parameters == experts.num_parameters - 4 * (3 * 8 + 1) * 16
 
 
+def test_the_native_engine_caches_keys_and_values_of_all_heads_and_a_server_their_latent():
+    shape = parse_shape(FAMILY_CONFIGS["deepseek_v3"](**SIZES).to_dict())
+    assert shape is not None
+    assert shape.cached_bytes(2) == 2 * 2 * 2 * 4 * 10, "two layers, keys and values, four heads as wide as a key"
+    assert shape.cached_bytes(2, by_server=True) == 2 * 2 * (6 + 4)
+    assert shape.part(2, None).cached_bytes(2) == shape.cached_bytes(2) // 2
+
+
 def test_a_rank_has_its_part_of_heads_columns_and_tokens():
     part = shape_of({"num_key_value_heads": 2}).part(2, None)
     assert part.layers == (Layers(4, Attention(16, 2, 1, 4), MLP(16, 12)),)

@@ -125,6 +125,10 @@ class Mixer(Kind):
         del size
         return 0
 
+    def served_bytes(self, size: int) -> int:
+        """Return what the cache of a server keeps of every token."""
+        return self.cached_bytes(size)
+
     def state_bytes(self, size: int) -> int:
         """Return what a sequence remembers, however long it is."""
         del size

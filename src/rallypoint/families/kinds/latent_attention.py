@@ -102,6 +102,10 @@ class LatentAttention(Mixer):
     def cached_bytes(self, size: int) -> int:
         return 2 * size * self._width
 
+    def served_bytes(self, size: int) -> int:
+        """Of the latent, and of the part of keys that is rotated."""
+        return size * (self.rank + self.rotated_dim)
+
     def kept_bytes(self, size: int) -> int:
         """Of what it returns, and of latents behind their norms."""
         return size * (self.num_heads * self.value_dim + self.query_rank + self.rank)
