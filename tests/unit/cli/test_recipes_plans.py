@@ -89,6 +89,16 @@ def test_the_plan_of_a_mixture_is_what_its_page_says(command, row):
     assert f"{size // 10**6:,}." in said
 
 
+@pytest.mark.parametrize("machine", ["8xH100", "2x8xH100"])
+def test_a_mixture_that_no_rollout_rank_has_room_for_is_refused_with_its_plan(command, machine):
+    result = command("train", "moe-grpo", "model.path=zai-org/GLM-4.5-Air", "--dry-run", "--on", machine)
+    [found] = re.findall(r"total +([\d.]+) GiB +([\d.]+) GiB", result.stdout)
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert f"an actor of adapters takes {found[0]} GiB" in text
+    assert f"a rollout rank needs {found[1]} GiB" in text
+    assert "pool rollout: weights, gradients and optimizer of its roles take 199.2 GiB" in str(result.exception)
+
+
 def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():
     whole = {name for name in shipped_recipes() if str(load_config(name, draft=True).config.model.path).startswith("Q")}
     of_mixtures = {"moe-grpo"}
