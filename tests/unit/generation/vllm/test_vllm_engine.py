@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from sampling_cases import outputs_of
+from tiny_families import make_family_model
 
+from rallypoint.config.shape import read_shape
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, Request, SamplingParams, generate, stream
+from rallypoint.generation.vllm import Outline
+from rallypoint.model_files.load import outline_policy
 from rallypoint.types import Prompts
 
 from .conftest import NUM_IDS, WEIGHTS, token_at
@@ -493,3 +497,11 @@ def test_two_engines_take_turns_over_one_server_and_keep_their_requests_apart(ma
     assert len(world.servers) == 1
     training.load(5, WEIGHTS)
     assert guests.version == 5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_server_is_given_as_much_cache_for_a_token_as_plans_say(tmp_path, family):
+    outline = Outline.of(outline_policy(make_family_model(tmp_path / family, family), dtype="bfloat16"))
+    shape = read_shape(tmp_path / family)
+    assert shape is not None
+    assert outline.cache_bytes_per_token == shape.cached_bytes(2, by_server=True)
