@@ -131,7 +131,7 @@ class ModelShape:
 
     @property
     def token_cost(self) -> int:
-        """Multiplications with weights for a token in all layers; of experts those that it is sent to."""
+        """Multiplications for a token in all layers, whatever its row; of experts those that it is sent to."""
         return self._sum(lambda kind: kind.token_cost)
 
     @property

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rallypoint.config.shape import ModelShape, parse_shape
 from rallypoint.families import FAMILIES
 from rallypoint.families.kinds import MIXERS, MLP, MLPS, Attention, Experts, Layers, LinearAttention, read_layers
+from rallypoint.observability.flops import flops_of
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 9}
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -50,6 +51,15 @@ def test_linear_layers_of_a_model_are_those_that_its_kinds_have_adapters_for(mod
         linear = next(each for each in shape.layers if isinstance(each.mixer, LinearAttention))
         found -= linear.count * 2 * linear.mixer.hidden_size
     assert found == sum(module.in_features + module.out_features for module in linears)
+
+
+@pytest.mark.parametrize("model_type", FAMILY_CONFIGS)
+def test_a_kind_costs_what_is_counted_of_the_model(model_type: str):
+    config = FAMILY_CONFIGS[model_type](**SIZES)
+    counted, shape = flops_of(AutoModelForCausalLM.from_config(config)), parse_shape(config.to_dict())
+    assert shape is not None
+    assert counted.forward.per_token == 2 * shape.token_cost
+    assert counted.attention_cost == pytest.approx(shape.attention_cost)
 
 
 def test_layers_are_dealt_to_kinds_in_turn_and_equal_ones_stand_together():

@@ -67,7 +67,7 @@ class Experts(PerToken):
 
     @property
     def token_cost(self) -> int:
-        return 3 * self.hidden_size * self.width
+        return self.hidden_size * (3 * self.width + self.num_experts + self.gates_shared)
 
     @property
     def num_parameters(self) -> int:

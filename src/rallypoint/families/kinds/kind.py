@@ -55,7 +55,7 @@ class Kind(abc.ABC):
 
     @property
     def token_cost(self) -> int:
-        """Multiplications with weights for a token."""
+        """Multiplications for a token, whatever its row."""
         return sum(map(math.prod, self.products.values()))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -67,7 +68,14 @@ class LinearAttention(Mixer):
 
     @property
     def num_parameters(self) -> int:
-        return self.token_cost + self.num_channels * self.width + 2 * self.num_values + self.value_dim
+        products = sum(map(math.prod, self.products.values()))
+        return products + self.num_channels * self.width + 2 * self.num_values + self.value_dim
+
+    @property
+    def token_cost(self) -> int:
+        """A state is written once and read twice."""
+        states = 3 * self.num_values * self.key_dim * self.value_dim
+        return sum(map(math.prod, self.products.values())) + states
 
     @property
     def num_uncut_parameters(self) -> int:
