@@ -67,6 +67,9 @@ _HEALTH = {
 }
 """With these a dead or frozen node is noticed in seconds, not a minute; the first check leaves time to start."""
 
+_NO_SPARE_WORKERS = {"prestart_worker_first_driver": False}
+"""Ray would start a worker for each core, and wait for them, before a run asks for any."""
+
 _MAX_SOCKET_PATH = 103
 """Characters in the path of a Unix socket, on the system that allows fewest."""
 
@@ -137,10 +140,10 @@ class RayCluster:
         _check_that_ray_is_free()
         _check_that_a_cluster_would_keep_to_itself()
         own = _OwnCluster(log_folder, say, silence_s)
-        python = own.python(imported)
+        forks = own.forks(imported)
         speak_for_ray(say)
         try:
-            with _ray_environment(own.environment):
+            with _ray_environment({**own.environment, warm.SOCKET: forks}), _asking_for_forks(forks is not None):
                 context: Any = ray.init(
                     address="local",
                     namespace=own.name,
@@ -149,9 +152,8 @@ class RayCluster:
                     object_store_memory=int(object_store_gib * 2**30),
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"py_executable": python} if python else None,
                     _temp_dir=str(own.ray_folder),
-                    _system_config=dict(_HEALTH),  # Ray adds this session's folders to it
+                    _system_config={**_HEALTH, **_NO_SPARE_WORKERS},
                 )
         except (Exception, SystemExit) as error:
             ray.shutdown()
@@ -269,15 +271,15 @@ class _OwnCluster:
             shutil.rmtree(self.logs)
         self.logs.symlink_to(self.ray_folder / "session_latest" / "logs")
 
-    def python(self, modules: Sequence[str]) -> str | None:
-        """Return what starts a worker in place of Python: a fork of a process that has imported modules."""
+    def forks(self, modules: Sequence[str]) -> str | None:
+        """Return the path of the socket at which workers are given: forks of a process that has imported modules."""
         path = os.environ.get(warm.SOCKET)
         if path is None:
             if not modules:
                 return None
             path = str(self.folder / "warm")
             self._forks.enter_context(warm.forks(path, modules, {**os.environ, reaper.MARK: self.folder.name[6:]}))
-        return warm.executable(path)
+        return path
 
     def _start_reaper(self, mark: str, silence_s: float) -> None:
         page = reaper.open_page()
@@ -341,6 +343,21 @@ def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     with environment(changes), process_as_found():
         _forget_token()
         yield
+
+
+@contextlib.contextmanager
+def _asking_for_forks(wanted: bool) -> Iterator[None]:
+    """Have a Ray that is started inside the block run `warm` where it would prepare a worker.
+
+    Ray's own way to another Python, `runtime_env`, would first import Ray once more for each worker.
+    """
+    prepares = ray_constants.SETUP_WORKER_FILENAME
+    if wanted:
+        ray_constants.SETUP_WORKER_FILENAME = warm.__file__  # Ray joins it to a folder; an absolute path stays
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = prepares
 
 
 def _forget_token() -> None:

@@ -1,8 +1,8 @@
 """A process that has imported what workers need, and from which a local Ray forks its workers.
 
 Imports take a worker longer than all else at its start: with forks, one that was lost is back in a second or two. The
-driver starts this process beside Ray, with a socket. Ray starts a worker with this file instead of with Python: it asks
-there for a fork that is the worker, and ends. Without an answer it becomes the worker itself, the slow way.
+driver starts this process beside Ray, with a socket. Ray runs this file where it would prepare a worker: it asks there
+for a fork that is the worker, and ends. Without an answer it becomes the worker itself, the slow way.
 
 Owns: how a worker becomes a fork. Must not know: which modules they need. Nothing of rallypoint is imported at the top,
 as this file is run by itself. Invariants: it has one thread when it forks. It ends with the driver, and its forks with
@@ -27,7 +27,10 @@ from typing import NoReturn
 IS_POSSIBLE = sys.platform == "linux"
 """Whether a fork can be told to end with its parent."""
 SOCKET = "RALLYPOINT_WARM"
-"""Variable with the path of a socket at which somebody else gives forks, as for many short runs."""
+"""Variable with the path of the socket at which forks are given. Set before a run, it says that somebody else gives
+them, as for many short runs."""
+_OF_PREPARATION = ("--language=", "--serialized-runtime-env-context=")
+"""What Ray tells only the program that prepares a worker. Without a runtime_env there is nothing to prepare."""
 _DIE_WITH_PARENT = 1
 """Linux's number for it, of `prctl`."""
 
@@ -58,11 +61,6 @@ def forks(path: str, modules: Sequence[str], environment: Mapping[str, str]) -> 
         giving.wait()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-
-
-def executable(path: str) -> str:
-    """Return what Ray is to start in place of Python."""
-    return f"{sys.executable} -I -S {__file__} {path}"
 
 
 def _die_with(parent: int) -> None:
@@ -114,10 +112,11 @@ def _be_worker(parent: int, arguments: list[str], environment: Mapping[str, str]
         os._exit(status)
 
 
-def _ask(path: str, arguments: Sequence[str]) -> None:
+def _ask(arguments: Sequence[str]) -> None:
     """Ask for a fork, or become the worker."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as giving:
-        giving.connect(path)
+    arguments = [argument for argument in arguments if not argument.startswith(_OF_PREPARATION)]
+    with contextlib.suppress(KeyError, OSError), socket.socket(socket.AF_UNIX) as giving:
+        giving.connect(os.environ[SOCKET])
         giving.sendall(json.dumps((arguments, dict(os.environ), os.getcwd())).encode() + b"\n")
         if giving.recv(1):
             return
@@ -127,4 +126,4 @@ def _ask(path: str, arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         _give(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:])
-    _ask(sys.argv[1], sys.argv[2:])
+    _ask(sys.argv[1:])

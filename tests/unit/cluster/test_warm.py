@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,8 +42,8 @@ def worker(tmp_path):
     def start(path, *more):
         said = tmp_path / f"said-{len(list(tmp_path.iterdir()))}"
         asking = subprocess.Popen(
-            [*shlex.split(warm.executable(path)), str(tmp_path / "worker.py"), str(said), *more],
-            env={**os.environ, "SAID": "by the driver"},
+            [sys.executable, warm.__file__, str(tmp_path / "worker.py"), str(said), *more, "--language=PYTHON"],
+            env={**os.environ, "SAID": "by the driver", warm.SOCKET: path},
             cwd=tmp_path,
         )
         while not said.exists():
