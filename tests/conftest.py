@@ -93,6 +93,8 @@ class WithDoctests:
 
 def pytest_configure(config):
     config.pluginmanager.register(WithDoctests())  # as hooks of this file are not asked about src
+    if config.getoption("numprocesses", None):  # this process starts those that test
+        importlib.import_module("ray_forks").share()
 
 
 SECONDS = collections.Counter()

@@ -70,7 +70,13 @@ def column(run, name):
 
 @pytest.mark.parametrize(
     ("loss", "top_k"),
-    [("policy_gradient", "null"), ("reverse", "null"), ("forward", 4), ("mixed", "null"), ("mixed", 4)],
+    [
+        ("policy_gradient", "null"),
+        pytest.param("reverse", "null", marks=pytest.mark.slow),
+        pytest.param("forward", 4, marks=pytest.mark.slow),
+        pytest.param("mixed", "null", marks=pytest.mark.slow),
+        ("mixed", 4),
+    ],
 )
 def test_a_student_comes_near_to_its_teacher(runs, loss, top_k):
     keys = (f"teacher.loss={loss}", f"teacher.top_k={top_k}")

@@ -287,7 +287,9 @@ def test_pairs_train_adapters(pairs):
         load_policy.check(str(merged))
 
 
-@pytest.mark.parametrize(("runtime", "mesh"), [*MESHES[:-1], pytest.param(*MESHES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("runtime", "mesh"), [*MESHES[1:-1], *(pytest.param(*MESHES[at], marks=pytest.mark.slow) for at in (0, -1))]
+)
 def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=33")
     found = start(pairs, "cut", *cut, f"actor.mesh={mesh}")

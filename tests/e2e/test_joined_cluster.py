@@ -1,12 +1,12 @@
 """`rally train` on a Ray cluster that somebody else started: two nodes, a token, and no rallypoint on them."""
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import run_forked
 
 spec = importlib.util.spec_from_file_location("two_nodes", Path(__file__).parents[1] / "cluster" / "two_nodes.py")
 assert spec is not None
@@ -25,16 +25,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def train(overrides: list[str], environment: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return subprocess.run(
-        [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides],
-        env={**kept, "OMP_NUM_THREADS": "1", "HOME": str(cwd), **environment},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = ("-c", "from rallypoint.cli.main import run; run()", "train", "digits", *overrides)
+    return run_forked(*command, cwd=cwd, HOME=str(cwd), **environment)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def alone(tmp_path_factory, weights_of):
     return weights_of(Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE, ONE))
 
 
-@pytest.mark.parametrize(("recipe", "ranks"), [("ppo", TWO), ("ppo", ONE), ("grpo", TWO)])
+@pytest.mark.parametrize(("recipe", "ranks"), [("ppo", TWO), ("grpo", ONE)])
 def test_ray_and_inline_give_the_same_weights_bit_for_bit(runs, weights_of, recipe, ranks):
     on_ray = runs.run("ray", RAY, ranks, f"recipe={recipe}")
     inline = runs.run("inline", INLINE, ranks, f"recipe={recipe}")

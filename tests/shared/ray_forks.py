@@ -1,6 +1,7 @@
 """Workers of a local Ray that are forked from one process of these tests, which has imported all that they need.
 
 These imports take a worker longer than most tests: runs of tests share that process, where each run has one of its own.
+So do all processes of `make test`.
 """
 
 import atexit
@@ -12,6 +13,14 @@ import tempfile
 from collections.abc import Iterator
 
 from rallypoint.cluster import warm
+
+_SHARED = "RALLYPOINT_TEST_FORKS"
+"""Variable with the path of the socket, for those that another process starts."""
+
+
+def share() -> None:
+    """Have processes that this one starts use its process, too."""
+    os.environ[_SHARED] = _open_socket()
 
 
 @contextlib.contextmanager
@@ -27,6 +36,8 @@ def forked_workers() -> Iterator[None]:
 @functools.cache
 def _open_socket() -> str:
     """Return the path of the socket, in a folder of its own because paths of sockets are short."""
+    if _SHARED in os.environ:
+        return os.environ[_SHARED]
     folder = tempfile.mkdtemp(prefix="forks-")
     stack = contextlib.ExitStack()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
