@@ -74,6 +74,7 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
     "qwen3_next",
     "glm4_moe",
     "deepseek_v3",

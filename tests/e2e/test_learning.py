@@ -26,8 +26,9 @@ def test_a_mixture_of_experts_learns_to_sort_from_random_weights(tmp_path, famil
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hybrid_learns_to_sort_from_random_weights(tmp_path):
-    check_that_it_learns("digits-grpo", "model.create.architecture=qwen3_5_text", f"trainer.runs_dir={tmp_path}")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_hybrid_learns_to_sort_from_random_weights(tmp_path, family):
+    check_that_it_learns("digits-grpo", f"model.create.architecture={family}", f"trainer.runs_dir={tmp_path}")
 
 
 def check_that_it_learns(recipe, *overrides):

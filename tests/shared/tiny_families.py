@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -78,6 +79,9 @@ FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": lambda **sizes: Qwen3Config(**sizes, head_dim=8),
     "qwen3_5_text": lambda **sizes: Qwen3_5TextConfig(**sizes, **HYBRID, full_attention_interval=2),
+    "qwen3_5_moe_text": lambda **sizes: Qwen3_5MoeTextConfig(
+        **sizes, **MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12
+    ),
     "qwen3_moe": lambda **sizes: Qwen3MoeConfig(**sizes, **MIXTURE),
     "qwen3_next": lambda **sizes: Qwen3NextConfig(
         **sizes, **MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12

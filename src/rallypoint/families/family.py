@@ -66,6 +66,8 @@ class Family:
     """Name of the experts in a layer; they take the place of the block that contains them."""
     stored_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
     """Weight of the experts -> its matrices, one below the other, which files have for each expert separately."""
+    stacks_experts: bool = False
+    """Whether published files have all experts of a layer in one tensor instead; both forms are read."""
     is_plain: bool = False
     """Whether its layers differ from Llama's only in biases and norms of heads, so that the plain decoder can run
     them."""

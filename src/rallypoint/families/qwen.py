@@ -1,9 +1,10 @@
-"""Qwen2 and Qwen2.5, Qwen3, and Qwen3 as a mixture of experts; hybrids: Qwen3.5 and Qwen3-Next, a mixture.
+"""Qwen2 and Qwen2.5, Qwen3, and Qwen3 as a mixture of experts; hybrids: Qwen3.5, dense or a mixture, and Qwen3-Next.
 
 Qwen2 (arXiv 2407.10671, 2412.15115) has biases on queries, keys and values; Qwen3 (2505.09388) normalizes queries
 and keys, head by head. Some layers of a mixture may have a plain MLP. Three of four layers of a hybrid have linear
 attention (arXiv 2412.06464), and the output of the others' attention is gated: that runs transformers' code. In
-Qwen3-Next an MLP that all tokens pass stands beside the experts; every rank of `tp` has all of it.
+hybrids that are mixtures an MLP that all tokens pass stands beside the experts; every rank of `tp` has all of it. The
+files of Qwen3.5 have all experts of a layer in one tensor.
 """
 
 from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, STORED_EXPERTS, Family, Norm, own_window
@@ -13,6 +14,10 @@ def _small_experts(num_layers: int, width: int) -> dict[str, int]:
     del num_layers
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, width // 4)}
     return sizes | {"norm_topk_prob": True}
+
+
+def _small_experts_beside_a_shared_one(num_layers: int, width: int) -> dict[str, int]:
+    return _small_experts(num_layers, width) | {"shared_expert_intermediate_size": max(1, width // 4)}
 
 
 QWEN2 = Family(
@@ -51,6 +56,20 @@ QWEN3_5 = Family(
     linear_attentions=("Qwen3_5GatedDeltaNet",),
     gates_attention=True,
 )
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    norms={"Qwen3_5MoeRMSNorm": Norm(eps="eps", offset=1.0)},
+    mlps=("Qwen3_5MoeMLP",),
+    routers=("Qwen3_5MoeTopKRouter",),
+    within="qwen3_5_moe",
+    linear_attentions=("Qwen3_5MoeGatedDeltaNet",),
+    gates_attention=True,
+    experts="mlp.experts",
+    stored_experts=STORED_EXPERTS,
+    stacks_experts=True,
+    small_experts=_small_experts_beside_a_shared_one,
+)
 QWEN3_NEXT = Family(
     "qwen3_next",
     {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
@@ -61,5 +80,5 @@ QWEN3_NEXT = Family(
     gates_attention=True,
     experts="mlp.experts",
     stored_experts=STORED_EXPERTS,
-    small_experts=_small_experts,
+    small_experts=_small_experts_beside_a_shared_one,
 )

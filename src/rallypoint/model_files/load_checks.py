@@ -29,7 +29,7 @@ from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files.mxfp4 import PackedRead, find_packed, packed_names
 from rallypoint.model_files.reader import Read, TensorFiles
-from rallypoint.model_files.tensor_names import sources_of
+from rallypoint.model_files.tensor_names import Piece, forms_of
 from rallypoint.models.attention import ATTENTION, PackedRows
 from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.kinds.experts import EXPERTS, OWN_CODE
@@ -283,7 +283,7 @@ class _Wanted:
 
     def __init__(self, shard: ModelShard, files: TensorFiles) -> None:
         self._shard, self._files, self._tensors = shard, files, shard.tensors()
-        self._sources = sources_of(shard.model)
+        self._forms = forms_of(shard.model)
         self._names = _all_names(shard)
         self.used: set[str] = set()
         self.known: list[str] = []
@@ -304,7 +304,8 @@ class _Wanted:
     def look(self, name: str, may_lack: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Find the pieces of a weight under any of its names, and yield those that are wrong with the reason."""
         part = self._shard.parts[name]
-        options = [self._sources(alias, part.shape) for alias in self._names[name]]
+        forms = [[sources(alias, part.shape) for alias in self._names[name]] for sources in self._forms]
+        options = max(forms, key=self._num_there)
         there = [pieces for pieces in options if all(piece.tensor in self._files.entries for piece in pieces)]
         self.used.update(piece.tensor for pieces in there for piece in pieces)
         self.known += [piece.tensor for pieces in options for piece in pieces]
@@ -325,6 +326,9 @@ class _Wanted:
                 self.reads.append(
                     Read(piece.tensor, overlap.seen_from(piece.part), self._tensors[name][overlap.within(part)])
                 )
+
+    def _num_there(self, options: Sequence[Sequence[Piece]]) -> int:
+        return sum(piece.tensor in self._files.entries for pieces in options for piece in pieces)
 
 
 def _all_names(shard: ModelShard) -> dict[str, list[str]]:

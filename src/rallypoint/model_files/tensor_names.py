@@ -1,7 +1,7 @@
 """The names of weights in Hugging Face files, and the tensors that a weight consists of there.
 
-Most families store every weight under its own name. The experts of a layer are one tensor in memory, and one or two
-tensors for each expert in files.
+Most families store every weight under its own name. The experts of a layer are one tensor in memory; in files they are
+that, or one or two tensors for each expert.
 """
 
 from __future__ import annotations
@@ -71,7 +71,21 @@ def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Seque
 
 
 def sources_of(model: PreTrainedModel) -> Sources:
-    """Return the names of a model's weights in its files; adapters have files of their own."""
+    """Return the names of a model's weights in the files that are written; adapters have files of their own."""
+    return forms_of(model)[0]
+
+
+def forms_of(model: PreTrainedModel) -> Sequence[Sources]:
+    """Return the names of a model's weights in all files that can be read, those that are written first."""
     family = FAMILIES.get(str(model.config.model_type))
     matrices = {} if family is None else family.stored_experts
-    return lambda name, shape: () if is_adapter_weight(name) else experts_apart(matrices, name, shape)
+
+    def stacked(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+        return () if is_adapter_weight(name) else same_names(name, shape)
+
+    def apart(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+        return () if is_adapter_weight(name) else experts_apart(matrices, name, shape)
+
+    if not matrices:
+        return [stacked]
+    return [stacked, apart] if family is not None and family.stacks_experts else [apart, stacked]

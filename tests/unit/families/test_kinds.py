@@ -21,7 +21,18 @@ def shape_of(values: dict) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gpt_oss", "llama", "mistral", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_next", "deepseek_v3"]
+    "model_type",
+    [
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "deepseek_v3",
+    ],
 )
 def test_a_model_has_as_many_weights_as_its_kinds_say(model_type: str):
     config = FAMILY_CONFIGS[model_type](**SIZES)
@@ -86,6 +97,13 @@ def test_layers_are_dealt_to_kinds_in_turn_and_equal_ones_stand_together():
 def test_experts_are_found_under_the_names_that_projects_use(values: dict):
     [experts] = [each for each in shape_of(values).layers if isinstance(each.mlp, Experts)]
     assert experts == Layers(4, Attention(16, 4, 4, 4), Experts(16, num_experts=6, num_chosen=2, size=8))
+
+
+def test_a_mixture_without_dense_layers_needs_no_size_of_dense_ones():
+    values = {name: size for name, size in SMALL.items() if name != "intermediate_size"} | MIXTURE | {"num_experts": 4}
+    shape = parse_shape(values)
+    assert shape is not None
+    assert shape.inner_size == 2 * 8
 
 
 def test_an_mlp_beside_experts_is_whole_on_every_rank_and_all_tokens_pass_it():

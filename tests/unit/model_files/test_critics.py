@@ -9,7 +9,7 @@ from rallypoint.model_files import load_critic, save_model
 from rallypoint.models import PackedRows, named_weights, value_head
 
 TOKENS = torch.tensor([5, 9, 4, 11, 2, 7, 1])
-WITHOUT_A_CLASS_IN_TRANSFORMERS = {"gemma3_text", "cohere", "glm4_moe", "qwen3_5_text"}
+WITHOUT_A_CLASS_IN_TRANSFORMERS = {"gemma3_text", "cohere", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
 @pytest.fixture(params=[*FAMILY_CONFIGS, "cohere"])

@@ -26,7 +26,7 @@ from rallypoint.models import ModelShard
 from rallypoint.recipes.use import find_trained
 from rallypoint.types import Sequences
 
-NOT_IN_TRANSFORMERS = {"glm4_moe"}
+NOT_IN_TRANSFORMERS = {"glm4_moe", "qwen3_5_moe_text"}
 CONFIGS = {
     family: make(**SIZES, num_labels=1, initializer_range=0.3)
     for family, make in FAMILY_CONFIGS.items()

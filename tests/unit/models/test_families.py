@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -86,6 +87,10 @@ CONFIGS = {
     "qwen2, some layers slide": (Qwen2Config(**SIZES, **SLIDING, max_window_layers=1), "sdpa"),
     "qwen3, some layers slide": (Qwen3Config(**SIZES, head_dim=8, **SLIDING, max_window_layers=2), "sdpa"),
     "qwen3_5_text": (Qwen3_5TextConfig(**SIZES | HYBRID, full_attention_interval=2), "sdpa"),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeTextConfig(**SIZES | MIXTURE | HYBRID, full_attention_interval=2, shared_expert_intermediate_size=12),
+        "sdpa",
+    ),
     "qwen3_moe": (Qwen3MoeConfig(**SIZES, **MIXTURE), "sdpa"),
     "qwen3_moe, some layers dense": (Qwen3MoeConfig(**SIZES, **MIXTURE, decoder_sparse_step=2), "sdpa"),
     "qwen3_next": (

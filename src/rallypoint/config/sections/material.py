@@ -11,7 +11,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_s
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
 
-Architecture = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_text", "gpt_oss", "glm4_moe", "deepseek_v3"]
+Architecture = Literal[
+    "llama", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "glm4_moe", "deepseek_v3"
+]
 OnTooLong = Literal["error", "drop", "truncate"]
 
 

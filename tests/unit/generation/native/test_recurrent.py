@@ -20,13 +20,13 @@ BACKENDS = {"cpu": CPUBackend, "accelerator": AcceleratorBackend}
 LENGTHS = [3, 32, 1, 64, 40]
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_5_moe_text"])
+def hybrid(request, tmp_path_factory):
     """A policy whose rows may be long, with two layers of each kind."""
     folder = tmp_path_factory.mktemp("hybrid")
     torch.manual_seed(0)
     sizes = SIZES | {"num_hidden_layers": 4, "max_position_embeddings": 512, "initializer_range": 0.1}
-    AutoModelForCausalLM.from_config(FAMILY_CONFIGS["qwen3_5_text"](**sizes)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(FAMILY_CONFIGS[request.param](**sizes)).save_pretrained(folder)
     return load_policy(str(folder), dtype="float32").model
 
 
