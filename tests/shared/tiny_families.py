@@ -67,8 +67,8 @@ HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
 }
 FAMILY_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "gpt_oss": lambda **sizes: GptOssConfig(

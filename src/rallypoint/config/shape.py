@@ -221,7 +221,6 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape that the fields of a config.json tell of; None when it is not that of a plain decoder."""
     try:
         values = values.get("text_config", values)  # of a model that sees, too
-        values = {"intermediate_size": values.get("moe_intermediate_size"), **values}  # if no layer is dense
         model_type = str(values.get("model_type", ""))
         family = FAMILIES.get(model_type)
         if not all(int(values[name]) >= 1 for name in SIZES if name in values or name != "intermediate_size"):

@@ -62,6 +62,9 @@ class Family:
     """Classes of layers that compute the gated delta rule as in Qwen3.5; every rank of `tp` has all of one."""
     has_latents: bool = False
     """Whether keys and values of all heads are products of one latent of a token, as in DeepSeek-V3."""
+    """Classes of layers that compute the gated delta rule as in Qwen3.5."""
+    grouped: tuple[str, ...] = ()
+    """Modules of these with all queries, keys and values, one below the other in files; see `linear_attention`."""
     experts: str | None = None
     """Name of the experts in a layer; they take the place of the block that contains them."""
     stored_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
@@ -100,6 +103,9 @@ HEAD_NORMS = {"q_norm": Cut.SUMMED, "k_norm": Cut.SUMMED}
 """Cut of the norms of heads, whose weights all heads share."""
 STORED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Gated MLPs, whose three matrices files have for each expert."""
+DELTA_RULE = {"conv1d": Cut.OUTPUTS, "A_log": Cut.OUTPUTS, "dt_bias": Cut.OUTPUTS, "norm": Cut.SUMMED}
+DELTA_RULE |= {"out_proj": Cut.INPUTS}
+"""Cut of linear attention, beside the products with its inputs: a rank has some key heads, and their value heads."""
 GATED_MLP = {"gate_proj": Cut.OUTPUTS, "up_proj": Cut.OUTPUTS, "down_proj": Cut.INPUTS}
 
 

@@ -7,7 +7,20 @@ hybrids that are mixtures an MLP that all tokens pass stands beside the experts;
 files of Qwen3.5 have all experts of a layer in one tensor.
 """
 
-from rallypoint.families.family import ATTENTION, GATED_MLP, HEAD_NORMS, STORED_EXPERTS, Family, Norm, own_window
+from rallypoint.families.family import (
+    ATTENTION,
+    DELTA_RULE,
+    GATED_MLP,
+    HEAD_NORMS,
+    STORED_EXPERTS,
+    Cut,
+    Family,
+    Norm,
+    own_window,
+)
+
+_QWEN3_5_DELTA_RULE = DELTA_RULE | dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), Cut.OUTPUTS)
+_QWEN3_NEXT_DELTA_RULE = DELTA_RULE | dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), Cut.OUTPUTS)
 
 
 def _small_experts(num_layers: int, width: int) -> dict[str, int]:
@@ -49,22 +62,28 @@ QWEN3_MOE = Family(
 )
 QWEN3_5 = Family(
     "qwen3_5_text",
-    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    {"self_attn": ATTENTION | HEAD_NORMS, "linear_attn": _QWEN3_5_DELTA_RULE, "mlp": GATED_MLP},
     norms={"Qwen3_5RMSNorm": Norm(eps="eps", offset=1.0)},
     mlps=("Qwen3_5MLP",),
     within="qwen3_5",
     linear_attentions=("Qwen3_5GatedDeltaNet",),
     gates_attention=True,
+    grouped=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
-    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    {
+        "self_attn": ATTENTION | HEAD_NORMS,
+        "linear_attn": _QWEN3_5_DELTA_RULE,
+        "mlp": GATED_MLP,
+    },
     norms={"Qwen3_5MoeRMSNorm": Norm(eps="eps", offset=1.0)},
     mlps=("Qwen3_5MoeMLP",),
     routers=("Qwen3_5MoeTopKRouter",),
     within="qwen3_5_moe",
     linear_attentions=("Qwen3_5MoeGatedDeltaNet",),
     gates_attention=True,
+    grouped=("linear_attn.in_proj_qkv", "linear_attn.conv1d"),
     experts="mlp.experts",
     stored_experts=STORED_EXPERTS,
     stacks_experts=True,
@@ -72,12 +91,17 @@ QWEN3_5_MOE = Family(
 )
 QWEN3_NEXT = Family(
     "qwen3_next",
-    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    {
+        "self_attn": ATTENTION | HEAD_NORMS,
+        "linear_attn": _QWEN3_NEXT_DELTA_RULE,
+        "mlp": GATED_MLP,
+    },
     norms={"Qwen3NextRMSNorm": Norm(eps="eps", offset=1.0)},
     mlps=("Qwen3NextMLP",),
     routers=("Qwen3NextTopKRouter",),
     linear_attentions=("Qwen3NextGatedDeltaNet",),
     gates_attention=True,
+    grouped=("linear_attn.conv1d",),
     experts="mlp.experts",
     stored_experts=STORED_EXPERTS,
     small_experts=_small_experts_beside_a_shared_one,

@@ -23,7 +23,8 @@ from rallypoint.model_files.load import (
     reload,
 )
 from rallypoint.model_files.load_checks import is_finite
-from rallypoint.model_files.reader import Read, TensorFiles
+from rallypoint.model_files.reader import Read, TensorFiles, reads_of
+from rallypoint.model_files.tensor_names import own_names
 from rallypoint.model_files.writer import Writing, save_model, save_tensors
 
 __all__ = [
@@ -43,7 +44,9 @@ __all__ = [
     "merge_adapters",
     "open_adapter",
     "outline_policy",
+    "own_names",
     "read_adapter",
+    "reads_of",
     "reload",
     "save_adapter",
     "save_model",

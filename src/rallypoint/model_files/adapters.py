@@ -15,7 +15,8 @@ import torch
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
-from rallypoint.model_files.reader import Read, TensorFiles
+from rallypoint.model_files.reader import TensorFiles, reads_of
+from rallypoint.model_files.tensor_names import own_names
 from rallypoint.model_files.writer import Writing, save_tensors
 from rallypoint.models.lora import (
     MERGE_WITH_PEFT,
@@ -138,6 +139,7 @@ def save_adapter(shard: ModelShard, folder: Path, *, base: str, how: Writing | N
         {_PREFIX + name: tensor for name, tensor in trained.items()},
         {_PREFIX + name: shard.parts[name] for name in trained},
         shard.mesh,
+        sources=own_names(shard.model),
         how=how,
         before=lambda: _save_config(shard, folder, base),
     )
@@ -238,7 +240,11 @@ def read_adapter(shard: ModelShard, folder: Path) -> None:
         if wrong:
             shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
             raise ModelError(f"{folder}: the adapter does not fit {type(shard.model).__name__}: {shown}")
-        files.read(Read(name, part, trained[name.removeprefix(_PREFIX)]) for name, part in parts.items())
+        own = own_names(shard.model)
+        files.read(
+            read for name, part in parts.items()
+            for read in reads_of(own, name, part, trained[name.removeprefix(_PREFIX)])
+        )  # fmt: skip
 
 
 def _check_plain(folder: Path, config: dict[str, object]) -> None:

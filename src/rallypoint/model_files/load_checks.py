@@ -29,7 +29,7 @@ from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files.mxfp4 import PackedRead, find_packed, packed_names
 from rallypoint.model_files.reader import Read, TensorFiles
-from rallypoint.model_files.tensor_names import Piece, forms_of
+from rallypoint.model_files.tensor_names import forms_of
 from rallypoint.models.attention import ATTENTION, PackedRows
 from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.kinds.experts import EXPERTS, OWN_CODE
@@ -305,7 +305,8 @@ class _Wanted:
         """Find the pieces of a weight under any of its names, and yield those that are wrong with the reason."""
         part = self._shard.parts[name]
         forms = [[sources(alias, part.shape) for alias in self._names[name]] for sources in self._forms]
-        options = max(forms, key=self._num_there)
+        found = self._files.entries.keys()
+        options = max(forms, key=lambda form: sum(piece.tensor in found for pieces in form for piece in pieces))
         there = [pieces for pieces in options if all(piece.tensor in self._files.entries for piece in pieces)]
         self.used.update(piece.tensor for pieces in there for piece in pieces)
         self.known += [piece.tensor for pieces in options for piece in pieces]
@@ -318,17 +319,12 @@ class _Wanted:
                 continue
             self.used.add(piece.tensor)
             what = f"{{names}}: {list(entry.shape)} of {entry.dtype} in {{files}}, expected"
-            if entry.shape != piece.stored_shape:
-                yield piece.tensor, f"wrong shape {what} {list(piece.stored_shape)}"
+            if entry.shape != piece.stored.shape:
+                yield piece.tensor, f"wrong shape {what} {list(piece.stored.shape)}"
             elif entry.dtype.is_floating_point != self._tensors[name].dtype.is_floating_point:
                 yield piece.tensor, f"wrong type {what} numbers of {self._tensors[name].dtype}; it may be quantized"
             elif (overlap := piece.part.overlap(part)) is not None:
-                self.reads.append(
-                    Read(piece.tensor, overlap.seen_from(piece.part), self._tensors[name][overlap.within(part)])
-                )
-
-    def _num_there(self, options: Sequence[Sequence[Piece]]) -> int:
-        return sum(piece.tensor in self._files.entries for pieces in options for piece in pieces)
+                self.reads.append(Read(piece.tensor, piece.place(overlap), self._tensors[name][overlap.within(part)]))
 
 
 def _all_names(shard: ModelShard) -> dict[str, list[str]]:

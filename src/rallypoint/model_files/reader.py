@@ -25,6 +25,7 @@ import xxhash
 from torch import Tensor
 
 from rallypoint.errors import ModelError
+from rallypoint.model_files.tensor_names import Sources
 from rallypoint.models.part import Part
 
 CHUNK_BYTES = 4 * 2**20
@@ -72,6 +73,20 @@ class Read:
     part: Part
     """Part of the tensor in the file, or of a view of it: [8, 4] may be read as [1, 8, 4]."""
     into: Tensor
+
+
+def reads_of(sources: Sources, name: str, part: Part, into: Tensor) -> Iterator[Read]:
+    """Yield what fills a part of a weight.
+
+    Args:
+        sources: where weights are in the files.
+        name: of the weight.
+        part: of it.
+        into: tensor with the part's sizes.
+    """
+    for piece in sources(name, part.shape):
+        if (overlap := piece.part.overlap(part)) is not None:
+            yield Read(piece.tensor, piece.place(overlap), into[overlap.within(part)])
 
 
 class TensorFiles:

@@ -1,15 +1,18 @@
 """The names of weights in Hugging Face files, and the tensors that a weight consists of there.
 
 Most families store every weight under its own name. The experts of a layer are one tensor in memory; in files they are
-that, or one or two tensors for each expert.
+that, or one or two tensors for each expert. Channels of linear attention are in memory by key heads, and in files all
+queries, all keys, then all values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rallypoint.families import FAMILIES
@@ -24,25 +27,62 @@ class Piece:
     tensor: str
     part: Part
     """Rectangle of the weight."""
-    stored_shape: tuple[int, ...]
-    """Shape in the file, with as many elements as the rectangle."""
+    stored: Part
+    """Rectangle of the tensor in the file, with as many elements; of the same sizes, or all of the tensor."""
+
+    def place(self, within: Part) -> Part:
+        """Return where a rectangle within `part` is in the file.
+
+        >>> weight = Part.whole([6, 4])
+        >>> piece = Piece("qkv", weight.rows(2, 4), Part.whole([6, 4]).rows(0, 2))
+        >>> piece.place(weight.rows(3, 4))
+        Part(shape=(6, 4), starts=(1, 0), sizes=(1, 4))
+        """
+        seen = within.seen_from(self.part)
+        if self.stored.is_whole:
+            return seen
+        starts = tuple(map(operator.add, self.stored.starts, seen.starts))
+        return Part(self.stored.shape, starts, seen.sizes)
 
 
 Sources: TypeAlias = Callable[[str, Sequence[int]], Sequence[Piece]]
-"""(name of a weight, its whole shape) -> the pieces that fill it without overlap."""
+"""(name of a weight, its whole shape) -> the pieces that fill it without overlap, in the order of their file."""
 
 
 def same_names(name: str, shape: Sequence[int]) -> Sequence[Piece]:
     """Return the single piece of a weight that is stored under its own name.
 
-    >>> same_names("norm.weight", [16])
-    [Piece(tensor='norm.weight', part=Part(shape=(16,), starts=(0,), sizes=(16,)), stored_shape=(16,))]
+    >>> same_names("norm.weight", [16])  # doctest: +NORMALIZE_WHITESPACE
+    [Piece(tensor='norm.weight', part=Part(shape=(16,), starts=(0,), sizes=(16,)),
+           stored=Part(shape=(16,), starts=(0,), sizes=(16,)))]
     """
-    return [Piece(name, Part.whole(shape), tuple(shape))]
+    return [Piece(name, Part.whole(shape), Part.whole(shape))]
+
+
+def by_key_heads(num_heads: int, widths: Sequence[int], name: str, shape: Sequence[int]) -> Sequence[Piece]:
+    """Return the pieces of a weight whose rows are by key heads in memory.
+
+    >>> pieces = by_key_heads(2, [1, 1, 2], "in_proj_qkv.weight", [8, 4])
+    >>> [(piece.stored.starts[0], piece.part.starts[0], piece.part.sizes[0]) for piece in pieces]
+    [(0, 0, 1), (1, 4, 1), (2, 1, 1), (3, 5, 1), (4, 2, 2), (6, 6, 2)]
+
+    Args:
+        num_heads: key heads.
+        widths: rows of the query, the key and the values of a key head.
+        name: of the weight.
+        shape: of the whole weight.
+    """
+    whole, pieces, first = Part.whole(shape), list[Piece](), 0
+    for place, width in enumerate(widths):
+        for head in range(num_heads):
+            start = head * sum(widths) + sum(widths[:place])
+            pieces.append(Piece(name, whole.rows(start, start + width), whole.rows(first, first + width)))
+            first += width
+    return pieces
 
 
 def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Sequence[int]) -> Sequence[Piece]:
-    """Return the pieces of a weight in a family that stores each expert's matrices separately.
+    """Return the pieces of a weight of experts where files have each expert's matrices by themselves; of others, none.
 
     >>> qwen = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     >>> [piece.tensor for piece in experts_apart(qwen, "mlp.experts.gate_up_proj", [2, 8, 4])]
@@ -58,16 +98,34 @@ def experts_apart(matrices: Mapping[str, Sequence[str]], name: str, shape: Seque
     layer, _, kind = name.rpartition(".experts.")
     stored = matrices.get(kind) if layer else None
     if stored is None:
-        return same_names(name, shape)
+        return ()
     return [
         Piece(
             f"{layer}.experts.{expert}.{matrix}.weight",
             Part.whole(shape).rows(expert, expert + 1).cut(1, index, len(stored)),
-            (shape[1] // len(stored), shape[2]),
+            Part.whole([shape[1] // len(stored), shape[2]]),
         )
         for expert in range(shape[0])
         for index, matrix in enumerate(stored)
     ]
+
+
+def own_names(model: PreTrainedModel) -> Sources:
+    """Return the places of a model's weights in files that have each of them under its own name.
+
+    So have those of adapters, and those of optimizers: what they keep of a weight is called `weight/what`.
+    """
+    family, config = FAMILIES.get(str(model.config.model_type)), model.config.get_text_config()
+
+    def find(name: str, shape: Sequence[int]) -> Sequence[Piece]:
+        module = name.partition("/")[0].rpartition(".")[0].removesuffix(".lora_B")
+        if family is None or not shape or not module.endswith(family.grouped or ("\0",)):
+            return same_names(name, shape)
+        num_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // num_heads * config.linear_value_head_dim
+        return by_key_heads(num_heads, [key_dim, key_dim, values], name, shape)
+
+    return find
 
 
 def sources_of(model: PreTrainedModel) -> Sources:
@@ -77,15 +135,28 @@ def sources_of(model: PreTrainedModel) -> Sources:
 
 def forms_of(model: PreTrainedModel) -> Sequence[Sources]:
     """Return the names of a model's weights in all files that can be read, those that are written first."""
-    family = FAMILIES.get(str(model.config.model_type))
+    family, own = FAMILIES.get(str(model.config.model_type)), own_names(model)
     matrices = {} if family is None else family.stored_experts
 
     def stacked(name: str, shape: Sequence[int]) -> Sequence[Piece]:
-        return () if is_adapter_weight(name) else same_names(name, shape)
+        return () if is_adapter_weight(name) else own(name, shape)
 
     def apart(name: str, shape: Sequence[int]) -> Sequence[Piece]:
-        return () if is_adapter_weight(name) else experts_apart(matrices, name, shape)
+        return experts_apart(matrices, name, shape) or stacked(name, shape)
 
     if not matrices:
         return [stacked]
     return [stacked, apart] if family is not None and family.stacks_experts else [apart, stacked]
+
+
+def stored_tensors(sources: Sources, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in files that a whole weight becomes."""
+    found: dict[str, Tensor] = {}
+    for piece in sources(name, weight.shape):
+        values = weight.detach()[piece.part.within(Part.whole(weight.shape))]
+        if piece.stored.is_whole:
+            found[piece.tensor] = values.reshape(piece.stored.shape).contiguous()
+            continue
+        into = found.setdefault(piece.tensor, weight.new_empty(piece.stored.shape))
+        into[piece.stored.within(Part.whole(piece.stored.shape))] = values
+    return found

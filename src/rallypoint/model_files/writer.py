@@ -28,7 +28,7 @@ from rallypoint.disk import Listed, explain, write_list
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files.locate import INDEX, SINGLE
 from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
-from rallypoint.model_files.tensor_names import Sources, sources_of
+from rallypoint.model_files.tensor_names import Sources, same_names, sources_of
 from rallypoint.models.part import MODULUS, Part, rectangles_of, sum_of
 from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh
@@ -98,7 +98,7 @@ def save_model(
     how = how or Writing()
     dtypes, sources = shard.written_dtypes(), sources_of(shard.model)
     specs = {
-        piece.tensor: Spec(dtypes[name], piece.stored_shape)
+        piece.tensor: Spec(dtypes[name], piece.stored.shape)
         for name, part in shard.parts.items()
         for piece in sources(name, part.shape)
     }
@@ -119,6 +119,7 @@ def save_tensors(
     parts: Mapping[str, Part],
     mesh: DeviceMesh,
     *,
+    sources: Sources = same_names,
     how: Writing | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> None:
@@ -129,6 +130,7 @@ def save_tensors(
         tensors: this rank's parts.
         parts: the rectangle of its whole tensor that each of them is.
         mesh: the ranks.
+        sources: where each of them is in the file.
         how: None for the defaults of `Writing`.
         before: called on rank 0 first, to write other files of the folder.
 
@@ -137,8 +139,9 @@ def save_tensors(
     """
     how = how or Writing()
     specs = {name: Spec(tensor.dtype, parts[name].shape) for name, tensor in tensors.items()}
+    puts = _stored(sources, _puts(tensors, parts, mesh, how))
     with _explained(path, specs, mesh):
-        _write({path: specs}, _puts(tensors, parts, mesh, how), mesh, how, before=before)
+        _write({path: specs}, puts, mesh, how, before=before)
 
 
 def _puts(
@@ -163,7 +166,7 @@ def _stored(sources: Sources, puts: Iterable[_Put]) -> Iterator[_Put]:
     for put in puts:
         for piece in sources(put.name, put.part.shape):
             if (common := put.part.overlap(piece.part)) is not None:
-                yield _Put(piece.tensor, common.seen_from(piece.part), put.values[common.within(put.part)])
+                yield _Put(piece.tensor, piece.place(common), put.values[common.within(put.part)])
         del put  # before the next one is gathered
 
 

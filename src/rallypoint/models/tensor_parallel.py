@@ -22,6 +22,7 @@ from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES, Cut, Family
 from rallypoint.models.head import head_statistics, likeliest
+from rallypoint.models.kinds.linear_attention import keep_heads
 from rallypoint.models.part import Part
 from rallypoint.parallel import Collective, reduce, replicate
 
@@ -63,8 +64,9 @@ def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorP
             for name, plan in family.blocks.items():
                 if family.experts in modules and str(family.experts).startswith(f"{name}."):
                     cutter.cut_experts(modules[str(family.experts)])
-                elif name in modules:  # a layer of linear attention has no attention
+                elif name in modules:  # a layer has attention of one kind
                     cutter.cut_block(modules[name], plan)
+                    keep_heads(modules[name], tp.size)
     names = {weight: name for name, weight in model.named_parameters()}
     parts = {name: cutter.parts.get(weight, Part.whole(weight.shape)) for weight, name in names.items()}
     return TensorParts(parts, frozenset(names[weight] for weight in cutter.summed))
@@ -76,6 +78,8 @@ def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
         "attention heads": cast("int", model.config.num_attention_heads),
         "key/value heads": cast("int", model.config.num_key_value_heads),
     }
+    if num_keys := getattr(model.config, "linear_num_key_heads", None):
+        heads["key heads of linear attention"] = num_keys
     if misfit := misfit_of(tp.size, heads):
         raise ModelError(f"{type(model).__name__}: tp={misfit}")
 

@@ -28,11 +28,12 @@ from rallypoint.engine import (
 from rallypoint.errors import CheckpointError, NotFiniteError, PeerFailedError
 from rallypoint.model_files import (
     DTYPES,
-    Read,
     TensorFiles,
     Writing,
     is_finite,
+    own_names,
     read_adapter,
+    reads_of,
     reload,
     save_adapter,
     save_model,
@@ -213,7 +214,8 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
                     save_model(self.engine.shard, model_folder, how=of_weights)
                 else:
                     save_adapter(self.engine.shard, model_folder, base=self._path, how=of_weights)
-                save_tensors(state_file, state, parts, self.engine.shard.mesh, how=how)
+                own = own_names(self.engine.shard.model)
+                save_tensors(state_file, state, parts, self.engine.shard.mesh, sources=own, how=how)
             except CheckpointError as error:
                 return str(error)
         return ""
@@ -236,7 +238,10 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
                 entries = files.entries
                 parts = {name: self._part(name, lambda part: part.shape, entries[name].shape) for name in entries}
                 state = {name: torch.empty(parts[name].sizes, dtype=entries[name].dtype) for name in entries}
-                files.read(Read(name, part, state[name]) for name, part in parts.items())
+                own = own_names(self.engine.shard.model)
+                files.read(
+                    read for name, part in parts.items() for read in reads_of(own, name, part, state[name])
+                )  # fmt: skip
             restore_optimizer(self.engine.weights, self.engine.optimizer, state)
             self.weights_changed()
         except (OSError, ValueError, RuntimeError) as error:

@@ -16,8 +16,20 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
-from rallypoint.model_files import load_critic, load_policy, save_model
+from rallypoint.model_files import (
+    TensorFiles,
+    load_critic,
+    load_policy,
+    merge_adapters,
+    own_names,
+    reads_of,
+    save_adapter,
+    save_model,
+    save_tensors,
+)
+from rallypoint.models import gather
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
 
@@ -93,7 +105,7 @@ def test_a_hybrid_is_saved_as_transformers_reads_it(tmp_path, family):
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2}, {"dp_shard": 2}, {"ep": 2, "tp": 2}], ids=str)
 def test_ranks_read_experts_in_either_form_and_write_one_tensor_for_each_matrix(on_mesh, tmp_path, mesh):
     apart = make_family_model(tmp_path / "apart", "qwen3_5_moe_text")
-    expected = {name: weight.clone() for name, weight in load_policy(apart, dtype="float32").tensors().items()}
+    expected = dict(AutoModelForCausalLM.from_pretrained(apart).named_parameters())
     stack_experts((tmp_path / "apart").rename(tmp_path / "stacked"))
     make_family_model(tmp_path / "apart", "qwen3_5_moe_text")
     for form in ("apart", "stacked"):
@@ -116,3 +128,56 @@ def test_experts_in_both_forms_at_once_or_in_half_of_one_are_refused(tmp_path):
     edit_weights(tmp_path / "stacked", lambda tensors: tensors.pop(name))
     with pytest.raises(ModelError, match=r"missing model.layers.\d.mlp.experts.down_proj"):
         load_policy(stacked, dtype="float32")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_weights_and_what_is_kept_of_them_are_in_files_in_one_order_whatever_the_mesh(on_mesh, tmp_path, family, mesh):
+    folder = make_family_model(tmp_path / "model", family)
+    state = tmp_path / "state.safetensors"
+
+    def write(rank):
+        shard = load_policy(folder, dtype="float32", mesh=rank)
+        kept = {f"{name}/exp_avg": 2 * tensor for name, tensor in shard.tensors().items()}
+        parts = {f"{name}/exp_avg": part for name, part in shard.parts.items()}
+        save_tensors(state, kept, parts, shard.mesh, sources=own_names(shard.model))
+        save_model(shard, tmp_path / "again")
+
+    on_mesh(write, **mesh)
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "again"))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    kept = load_file(state)
+    assert all(torch.equal(kept[f"{name}/exp_avg"], 2 * weight) for name, weight in before.items())
+    shard = load_policy(folder, dtype="float32")
+    own = own_names(shard.model)
+    with TensorFiles([state]) as files:
+        for name, weight in shard.tensors().items():
+            into = torch.empty_like(weight)
+            files.read(reads_of(own, f"{name}/exp_avg", shard.parts[name], into))
+            assert torch.equal(into, 2 * weight), name
+
+
+@torch.no_grad()
+def test_an_adapter_of_a_hybrid_is_written_as_peft_reads_it_and_read_on_any_mesh(on_mesh, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = make_family_model(tmp_path / "model", "qwen3_5_text")
+    shard = load_policy(folder, dtype="float32", lora=LoRAConfig(rank=2, target_modules=("in_proj_qkv", "q_proj")))
+    for name, tensor in shard.trained().items():
+        if "lora_B" in name:
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    save_adapter(shard, tmp_path / "adapter", base=folder)
+    tokens = torch.arange(9).unsqueeze(0)
+    wanted = AutoModelForCausalLM.from_pretrained(folder).eval()
+    wanted = peft.PeftModel.from_pretrained(wanted, str(tmp_path / "adapter")).eval()(tokens, use_cache=False).logits
+    expected = {name: tensor.clone() for name, tensor in shard.trained().items()}
+
+    def read(rank):
+        found = load_policy(folder, dtype="float32", mesh=rank, lora=LoRAConfig(path=str(tmp_path / "adapter")))
+        return dict(gather(found.trained(), found.parts, rank))
+
+    found, *_ = on_mesh(read, tp=2)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for model in (shard.model, merge_adapters(shard).model):
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)

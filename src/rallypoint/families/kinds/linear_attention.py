@@ -78,16 +78,15 @@ class LinearAttention(Mixer):
         return sum(map(math.prod, self.products.values())) + states
 
     @property
-    def num_uncut_parameters(self) -> int:
-        return self.num_parameters
-
-    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
-        del tp
+    def shared_by_tp(self) -> Mapping[str, int]:
         return {"key heads of linear attention": self.num_keys}
 
+    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
+        return {"key heads of linear attention of a tp rank": self.num_keys // tp}
+
     def part(self, tp: int, ep: int | None) -> Self:
-        del tp, ep
-        return self
+        del ep
+        return dataclasses.replace(self, num_keys=-(-self.num_keys // tp), num_values=-(-self.num_values // tp))
 
     def state_bytes(self, size: int) -> int:
         """Of the state, in float32, and what the convolution looks back at."""

@@ -22,8 +22,8 @@ from rallypoint.errors import WeightsMismatchError
 from rallypoint.families import FAMILIES
 from rallypoint.generation.requests import check_weights, vocabulary_of
 from rallypoint.model_files.reader import TYPES
-from rallypoint.model_files.tensor_names import Sources, sources_of
-from rallypoint.models import ModelShard, Part, named_weights
+from rallypoint.model_files.tensor_names import Sources, sources_of, stored_tensors
+from rallypoint.models import ModelShard, named_weights
 
 _FILE = "model.safetensors"
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -68,11 +68,10 @@ class Outline:
         """
         check_weights(version, weights, self.weights)
         stored = {
-            piece.tensor: weight[piece.part.within(Part.whole(weight.shape))].reshape(piece.stored_shape).contiguous()
+            stored_name: tensor.cpu()
             for name, weight in weights.items()
-            for piece in self.sources(name, weight.shape)
+            for stored_name, tensor in stored_tensors(self.sources, name, weight).items()
         }
-        stored = {name: tensor.detach().cpu() for name, tensor in stored.items()}
         tensors = {
             name: {
                 "file": _FILE,

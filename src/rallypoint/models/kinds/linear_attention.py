@@ -1,8 +1,14 @@
 """Linear attention by the gated delta rule, over rows packed end to end in one stream.
 
-Owns: the layer of Qwen3-Next and Qwen3.5 (Yang et al., 2024, arXiv 2412.06464), its scan over chunks, and the state of
-a row between two passes. Must not know: which passes a state lasts for. A row's tokens and its state are all that its
-output depends on: convolution and state begin anew with every row, wherever it lies in the stream.
+Owns: the layer of Qwen3-Next and Qwen3.5 (Yang et al., 2024, arXiv 2412.06464), the order of its channels, its scan
+over chunks, and the state of a row between two passes. Must not know: which passes a state lasts for. A row's tokens
+and its state are all that its output depends on: convolution and state begin anew with every row, wherever it lies in
+the stream.
+
+Files have the queries of all heads, then their keys, then their values; in memory, weights and activations have what
+belongs to a key head together, so that a rank of `tp` or `sp` has a range. Two key heads, with channels of two:
+
+    files     q0 q0 q1 q1 | k0 k0 k1 k1 | v0 v0 v1 v1        memory    q0 q0 k0 k0 v0 v0 | q1 q1 k1 k1 v1 v1
 
 Per head, with a state S [Dk, Dv] that is zero where a row begins, decay a <= 0 and strength b in (0, 1):
 
@@ -17,9 +23,10 @@ solves; then a scan goes over the chunks of all rows side by side, the longest r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,8 +54,13 @@ class DeltaHeads(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values."""
-        return self.num_keys * self.key_dim, self.num_keys * self.key_dim, self.num_values * self.value_dim
+        """Channels of the queries, keys and values of a key head."""
+        return self.key_dim, self.key_dim, self.num_values // self.num_keys * self.value_dim
+
+    def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, [..., Hk, D], and values, [..., Hv, D], of channels, [..., C]."""
+        query, key, value = mixed.unflatten(-1, (self.num_keys, -1)).split(self.widths, -1)
+        return query, key, value.unflatten(-1, (-1, self.value_dim)).flatten(-3, -2)
 
     def shared_by(self, num_ranks: int) -> DeltaHeads:
         """Return the heads of one of some ranks."""
@@ -59,7 +71,7 @@ class DeltaInputs(NamedTuple):
     """What a layer computes of each of T tokens before tokens see each other."""
 
     mixed: Tensor
-    """[T, C]: queries, keys and values before the convolution."""
+    """[T, C]: queries, keys and values before the convolution, by key heads."""
     kernel: Tensor
     """[C, W]: the convolution over the last W tokens of each channel, a token's own last."""
     decay: Tensor
@@ -96,6 +108,8 @@ class _DeltaNet(Protocol):
     head_v_dim: int
     A_log: Tensor
     dt_bias: Tensor
+    key_dim: int
+    value_dim: int
     conv1d: nn.Conv1d
     norm: Any
     out_proj: nn.Linear
@@ -109,7 +123,8 @@ class _OnRows:
     def forward(self: _DeltaNet, hidden_states: Tensor, *args: Any, rows: DeltaRows | None = None, **more: Any) -> Any:
         """[1, T, E] -> [1, T, E]."""
         if rows is None:
-            return super().forward(hidden_states, *args, **more)
+            with _in_order_of_files(self):
+                return super().forward(hidden_states, *args, **more)
         states = hidden_states.squeeze(0)
         exact = torch.promote_types(states.dtype, torch.float32)
         mixed, gate, strength, step = _projected(self, states)
@@ -138,9 +153,33 @@ def _projected(layer: _DeltaNet, states: Tensor) -> tuple[Tensor, Tensor, Tensor
     by_head = (parts[f"in_proj_{name}"](states).unflatten(1, (layer.num_k_heads, -1)) for name in ("qkvz", "ba"))
     both, small = by_head
     values = layer.num_v_heads // layer.num_k_heads * layer.head_v_dim
-    *mixed, gate = (part.flatten(1) for part in both.split([layer.head_k_dim, layer.head_k_dim, values, values], 2))
+    mixed, gate = (part.flatten(1) for part in both.split([2 * layer.head_k_dim + values, values], 2))
     strength, step = (part.flatten(1) for part in small.chunk(2, 2))
-    return torch.cat(mixed, 1), gate, strength, step
+    return mixed, gate, strength, step
+
+
+@contextlib.contextmanager
+def _in_order_of_files(layer: _DeltaNet) -> Iterator[None]:
+    """Have a layer's weights as transformers' own code expects them; nothing is trained meanwhile."""
+    heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    order = torch.cat([part.flatten() for part in heads.split(torch.arange(layer.conv1d.weight.shape[0]))])
+    inputs = dict(layer.named_children()).get("in_proj_qkv", nn.Identity())
+    weights = [layer.conv1d.weight, *(w for name, w in inputs.named_parameters() if not name.startswith("lora_A."))]
+    before = [weight.data for weight in weights]
+    try:
+        for weight in weights:
+            weight.data = weight.data[order.to(weight.device)]
+        yield
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+
+
+def keep_heads(layer: nn.Module, num_ranks: int) -> None:
+    """Tell a layer, if it is one of linear attention, that it has the heads of one of some ranks."""
+    if isinstance(layer, _OnRows):
+        for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim"):
+            setattr(layer, name, getattr(layer, name) // num_ranks)
 
 
 def replace_linear_attentions(model: nn.Module) -> None:
@@ -204,13 +243,13 @@ class Recurrence:
         history = torch.cat([mixed, states.recent.flatten(0, 1)])
         read = taps.of_rows(history).view(width, *mixed.shape)
         mixed = functional.silu((read * inputs.kernel.t().unsqueeze(1)).sum(0)).to(exact)
+        num_channels = mixed.shape[1]
         tokens = torch.cat([mixed, *(x[: self._num_stream] for x in (inputs.decay, inputs.strength))], 1)
         chunks = self._in_chunks.of_rows(functional.pad(tokens, (0, 0, 0, 1)))
-        parts = chunks.view(-1, self.chunk, chunks.shape[1]).split([*heads.widths, *[heads.num_values] * 2], 2)
-        query, key, value = (part.unflatten(2, (-1, size)) for part, size in zip(parts, _dims(heads), strict=False))
-        out, memory = chunked_delta_rule(
-            query, key, value, parts[3], parts[4], self.counts, states.memory.index_select(0, self._ordered)
-        )
+        chunks = chunks.view(-1, self.chunk, chunks.shape[1])
+        mixed, decay, strength = chunks.split([num_channels, heads.num_values, heads.num_values], 2)
+        memory = states.memory.index_select(0, self._ordered)
+        out, memory = chunked_delta_rule(*heads.split(mixed), decay, strength, self.counts, memory)
         out = self._in_stream.of_rows(out.flatten(0, 1).flatten(1))
         out = functional.pad(out, (0, 0, 0, num_filler)).view(-1, heads.num_values, heads.value_dim)
         return out, DeltaStates(history[last], memory.index_select(0, self._of_row))
@@ -244,10 +283,6 @@ class Recurrence:
         inside = token.clamp(min=0)
         inside = inside if shared is None else shared.place[inside]
         return torch.where(missing > 0, self._num_stream + (row + 1) * (width - 1) - missing, inside)
-
-
-def _dims(heads: DeltaHeads) -> tuple[int, int, int]:
-    return heads.key_dim, heads.key_dim, heads.value_dim
 
 
 def chunked_delta_rule(
@@ -308,9 +343,7 @@ def delta_step(inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaS
     heads, exact = inputs.heads, inputs.decay.dtype
     recent = torch.cat([states.recent, inputs.mixed.unsqueeze(1)], 1)
     mixed = functional.silu((recent * inputs.kernel.t()).sum(1)).to(exact)
-    query, key, value = (
-        part.unflatten(1, (-1, size)) for part, size in zip(mixed.split(heads.widths, 1), _dims(heads), strict=True)
-    )
+    query, key, value = heads.split(mixed)
     query, key = (_normed(x, heads.num_values // heads.num_keys) for x in (query, key))
     memory = states.memory * inputs.decay.exp()[:, :, None, None]
     wrong = value - (key.unsqueeze(2) @ memory).squeeze(2)
@@ -342,9 +375,9 @@ def recall_over_ranks(rows: DeltaRows, layer: int, inputs: DeltaInputs, sp: Coll
     heads = inputs.heads.shared_by(sp.size)
     mixed, small = (
         exchange_for_columns(torch.cat([part.unflatten(1, (sp.size, -1)) for part in parts], 2), sp, sizes)
-        for parts in (inputs.mixed.split(inputs.heads.widths, 1), (inputs.decay, inputs.strength))
+        for parts in ((inputs.mixed,), (inputs.decay, inputs.strength))
     )
-    kernel = torch.cat([part.chunk(sp.size)[sp.rank] for part in inputs.kernel.split(inputs.heads.widths)])
+    kernel = inputs.kernel.chunk(sp.size)[sp.rank]
     decay, strength = small.chunk(2, 1)
     out = rows.recall(layer, DeltaInputs(mixed, kernel, decay, strength, heads))
     return exchange_for_rows(out, sp, sizes).flatten(1, 2)

@@ -4,13 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from parity_rank import Case, Models, make_batch, run
 from tiny_families import make_family_model
 from torch.nn import functional
 
+from rallypoint.cluster.mesh import Mesh
 from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.model_files import load_policy
 from rallypoint.models.kinds.linear_attention import DeltaHeads, DeltaInputs, DeltaStates, Recurrence
+from rallypoint.parallel import DeviceMesh
+from rallypoint.parallel.mesh import AXES
+from rallypoint.roles.dealing import deal
 from rallypoint.types import Sequences
 
 HEADS = DeltaHeads(num_keys=2, num_values=4, key_dim=3, value_dim=5)
@@ -21,7 +26,7 @@ ROWS = {"short": (3, 1, 0, 9), "a chunk": (16, 2, 17), "several chunks": (5, 130
 
 def make_inputs(num_tokens: int) -> DeltaInputs:
     generator = torch.Generator().manual_seed(num_tokens)
-    channels = sum(HEADS.widths)
+    channels = 2 * sum(HEADS.widths)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -39,13 +44,12 @@ def token_by_token(inputs: DeltaInputs, lengths: tuple[int, ...]) -> torch.Tenso
         for place, token in enumerate(tokens.tolist()):
             seen = range(max(0, place + 1 - WIDTH), place + 1)
             mixed = sum(inputs.mixed[tokens[one]] * inputs.kernel[:, WIDTH - 1 - place + one] for one in seen)
-            query, key, value = functional.silu(mixed).split(HEADS.widths)
+            query, key, value = functional.silu(mixed).view(2, 16).split([3, 3, 10], 1)  # by key heads
             query, key = (
-                (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0)
-                for x in (query.view(2, 3), key.view(2, 3))
+                (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0) for x in (query, key)
             )
             memory = memory * inputs.decay[token].exp()[:, None, None]
-            wrong = value.view(4, 5) - (key.unsqueeze(1) @ memory).squeeze(1)
+            wrong = value.reshape(4, 5) - (key.unsqueeze(1) @ memory).squeeze(1)
             memory = memory + key.unsqueeze(2) * (inputs.strength[token].unsqueeze(1) * wrong).unsqueeze(1)
             outs.append((query.unsqueeze(1) @ memory).squeeze(1) / 3**0.5)
     return torch.stack(outs)
@@ -113,3 +117,25 @@ def test_a_prompt_that_rows_share_is_computed_once_with_the_same_gradients(tmp_p
         found.append({"logprobs": logprobs.detach()} | {n: w.grad.clone() for n, w in shard.model.named_parameters()})
     for name, wanted in found[1].items():
         assert (found[0][name] - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp_shard": 2, "tp": 2}, {"sp": 2, "tp": 2}], ids=str)
+def test_ranks_that_share_key_heads_take_the_steps_of_one(on_mesh, tmp_path, family, sizes):
+    make_family_model(tmp_path / family, family, num_key_value_heads=4)
+    case = Case("tp", "packed", "many", "actor", "float64", family)
+    batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
+    parts = deal(batch, grid.num_parts, 0.01)[0]
+
+    def steps(mesh, part):
+        return run(case, Models(str(tmp_path), mesh), part, batch.num_loss_tokens)
+
+    found = on_mesh(lambda mesh: steps(mesh, parts[grid.part(mesh.rank)]), **sizes)
+    expected = steps(DeviceMesh.solo(), batch)
+    whole = found[0] | {"loss": torch.stack([found[rank]["loss"] for rank in grid.leaders]).sum()}
+    for name, wanted in expected.items():
+        if not name.startswith("held/"):
+            assert (whole[name] - wanted).abs().max() <= 1e-10 * wanted.abs().max(), name
+    held = sum(tensor.numel() for name, tensor in found[0].items() if name.startswith("held/") and "linear" in name)
+    of_one = sum(tensor.numel() for name, tensor in expected.items() if name.startswith("held/") and "linear" in name)
+    assert held <= of_one / (sizes["tp"] * sizes.get("dp_shard", 1)) + 8, "all but the norm of heads is cut"
