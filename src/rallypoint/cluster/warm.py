@@ -116,7 +116,7 @@ def _ask(arguments: Sequence[str]) -> None:
     """Ask for a fork, or become the worker."""
     arguments = [argument for argument in arguments if not argument.startswith(_OF_PREPARATION)]
     with contextlib.suppress(KeyError, OSError), socket.socket(socket.AF_UNIX) as giving:
-        giving.connect(os.environ[SOCKET])
+        giving.connect(os.environ.pop(SOCKET))  # a Ray that the worker starts gives its own
         giving.sendall(json.dumps((arguments, dict(os.environ), os.getcwd())).encode() + b"\n")
         if giving.recv(1):
             return
