@@ -19,7 +19,7 @@ def test_a_model_learns_to_sort_from_random_weights(tmp_path, recipe, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe"])
 def test_a_mixture_of_experts_learns_to_sort_from_random_weights(tmp_path, family):
     check_that_it_learns("digits-grpo", f"model.create.architecture={family}", f"trainer.runs_dir={tmp_path}")
 
