@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import edit_weights
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -112,3 +114,19 @@ def make_family_model(folder: Path, model_type: str, **sizes: int) -> str:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def stack_experts(folder: Path) -> None:
+    """Have a folder's file hold the experts of each layer in two tensors, as transformers has them in memory."""
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+            each = range(MIXTURE["num_experts"])
+            gates, ups, downs = (
+                torch.stack([tensors.pop(f"{layer}.experts.{expert}.{matrix}_proj.weight") for expert in each])
+                for matrix in ("gate", "up", "down")
+            )
+            tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gates, ups], 1)
+            tensors[f"{layer}.experts.down_proj"] = downs
+
+    edit_weights(folder, stack)

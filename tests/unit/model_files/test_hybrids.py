@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_families import HYBRID, MIXTURE, SIZES, make_family_model
+from tiny_families import HYBRID, MIXTURE, SIZES, make_family_model, stack_experts
 from tiny_models import edit_weights
 from transformers import (
     AutoModelForCausalLM,
@@ -56,22 +56,6 @@ def seeing(request, tmp_path):
     tokens = torch.arange(9).unsqueeze(0)
     with torch.no_grad():
         return tmp_path / "seeing", tokens, model(tokens, use_cache=False).logits
-
-
-def stack_experts(folder):
-    """Have a folder's file hold the experts of each layer in two tensors, as transformers has them in memory."""
-
-    def stack(tensors):
-        for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
-            each = range(MIXTURE["num_experts"])
-            gates, ups, downs = (
-                torch.stack([tensors.pop(f"{layer}.experts.{expert}.{matrix}_proj.weight") for expert in each])
-                for matrix in ("gate", "up", "down")
-            )
-            tensors[f"{layer}.experts.gate_up_proj"] = torch.cat([gates, ups], 1)
-            tensors[f"{layer}.experts.down_proj"] = downs
-
-    edit_weights(folder, stack)
 
 
 @torch.no_grad()
