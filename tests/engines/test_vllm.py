@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def servers() -> list[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def start(installed, folder, servers, tmp_path_factory):
-    """Return a function that starts an engine with a server, for adapters of a rank or for whole weights."""
+    """Return a function that starts an engine: for adapters of a rank or whole weights, over some devices."""
     outline = Outline.of(outline_policy(str(folder), dtype="float32"))
     launch = Launch(
         python=installed.python, model=str(folder), dtype="float32", device="cpu", num_cpus=1, max_tokens=256,
@@ -68,9 +69,9 @@ def start(installed, folder, servers, tmp_path_factory):
     )  # fmt: skip
 
     @contextlib.contextmanager
-    def start_one(adapter_rank: int | None) -> Iterator[VLLMEngine]:
+    def start_one(adapter_rank: int | None, **changes: Any) -> Iterator[VLLMEngine]:
         def start_server(own: Path) -> ServerProcess:
-            servers.append(ServerProcess(dataclasses.replace(launch, adapter_rank=adapter_rank), own))
+            servers.append(ServerProcess(dataclasses.replace(launch, adapter_rank=adapter_rank, **changes), own))
             return servers[-1]
 
         connection = VllmConnection(start_server, version=4, takes_adapters=adapter_rank is not None)
@@ -147,6 +148,74 @@ def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, mode
     assert list(stream(engine, good))[-1].finish_reason in ("stop", "length")
 
 
+INTERPRETED = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+from triton.backends import backends
+class Driver:
+    is_active = staticmethod(lambda: True)
+class Backend:
+    driver, compiler = Driver, None
+backends.setdefault("cpu", Backend)
+"""
+"""What Python runs at its start, so that Triton runs kernels on a CPU, slowly, and vLLM takes it for able to."""
+
+
+@pytest.fixture
+def interpreting(installed, tmp_path) -> Path:
+    """An interpreter of vLLM's environment whose Triton computes on a CPU."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(INTERPRETED)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/start:$PYTHONPATH exec {installed.python} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize("adapter_rank", [None, 3], ids=["all weights", "adapters"])
+def test_the_second_model_runner_samples_the_same_tokens_while_it_schedules_ahead(
+    start, servers, interpreting, folder, model, prompts, adapter_rank, tmp_path
+):
+    with start(adapter_rank, python=interpreting, second_runner=True) as engine:
+        for name in ("plain", "greedy of a warm policy", "penalty", "stop strings", "all"):
+            params = dataclasses.replace(BASE, **CHANGES[name])
+            expected = generate(HFEngine(model, decode=decode, version=4), prompts, params, version=4, group_size=2)
+            batch = generate(engine, prompts, params, version=4, group_size=2)
+            assert batch.tokens.tolist() == expected.tokens.tolist(), name
+            torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
+        lora = adapter_rank and LoRAConfig(rank=adapter_rank, alpha=12.0, target_modules=("q_proj", "down_proj"))
+        shard = load_policy(str(folder), dtype="float32", lora=lora)
+        with torch.no_grad():
+            for weight in trained_weights(shard.model).values():
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
+        engine.load_folder(5, write(shard, tmp_path, 5, base=str(folder)))
+        expected = generate(HFEngine(shard.model, version=5), prompts, BASE, version=5, group_size=2)
+        assert generate(engine, prompts, BASE, version=5, group_size=2).tokens.tolist() == expected.tokens.tolist()
+    said = servers[-1]._log.read_text()
+    assert "Using V2 Model Runner" in said
+    assert "Asynchronous scheduling is enabled" in said
+
+
+def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, model, prompts):
+    """With the initial weights, with new ones, and after it was killed."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.8)
+    with start(None, num_devices=2) as engine:
+        for version, whole in ((4, model), (5, other), (5, other)):
+            if engine.version != version:
+                engine.load(version, named_weights(whole))
+            batch = generate(engine, prompts, BASE, version=version, group_size=2)
+            expected = generate(
+                HFEngine(whole, decode=decode, version=version), prompts, BASE, version=version, group_size=2
+            )
+            assert batch.tokens.tolist() == expected.tokens.tolist()
+            torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
+            if version == 5:
+                os.killpg(servers[-1].pid, signal.SIGKILL)
+
+
 def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
     params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200)
     requests = [
@@ -201,12 +270,23 @@ def test_adapters_enter_a_running_server_by_themselves(start, servers, folder, p
             engine.load_folder(6, damaged.parent)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+ONE_RANK = ("rollout.placement.num_ranks=1",)
+TWO_DEVICES = (
+    "cluster.runtime=inline",  # on Ray it asks for three cores
+    "cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling", "rollout.mesh.tp=2",
+)  # fmt: skip
+ADAPTED = ("model.lora={rank: 8, alpha: 32}",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ONE_RANK, ONE_RANK + ADAPTED, TWO_DEVICES, TWO_DEVICES + ADAPTED],
+    ids=["all weights", "adapters", "two devices", "adapters on two devices"],
+)
 @pytest.mark.usefixtures("installed")
-def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsiders(tmp_path, adapted):
+def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsiders(tmp_path, kind):
     overrides = [
-        *(["model.lora={rank: 8, alpha: 32}"] if adapted else []),
-        "rollout.engine=vllm", "rollout.placement.num_ranks=1", "rollout={num_prompts: 32, group_size: 4}",
+        *kind, "rollout.engine=vllm", "rollout={num_prompts: 32, group_size: 4}",
         "data.generate.num_validation_prompts=32", "validation.every_steps=6", "trainer.num_steps=6", "rollout.serve=0",
         f"trainer.runs_dir={tmp_path}", "trainer.name=run",
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shap
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import BIASED, FAMILIES, MIXTURES
 
+_CUT_OTHERWISE = ("key/value heads", "experts")
 _MOST_INLINE = 256
 """Processes that are threads of one; far beyond what is of use."""
 
@@ -29,6 +30,7 @@ def roles_and_pools(config: RunConfig) -> Iterator[Problem]:
     """Yield that part of it which depends on the sizes of pools and who is on them."""
     yield from _placement(config)
     yield from _mesh(config)
+    yield from _server(config)
     yield from _sleep(config)
     yield from _devices(config)
 
@@ -101,6 +103,37 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
                 f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
                 "has threads; use cluster.runtime=ray",
             )
+
+
+def _server(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stands against a server over several devices."""
+    tp = config.rollout.mesh.tp
+    if tp == 1 or "rollout" not in config.roles:
+        return
+    if config.rollout.engine != "vllm":
+        yield Problem(
+            ("rollout.mesh.tp", "rollout.engine"),
+            f"rollout.mesh.tp={tp}: rollout.engine={config.rollout.engine!r} has a whole model in every process; "
+            "expected rollout.engine=vllm, or rollout.mesh.tp=1",
+        )
+    pool = config.roles["rollout"].pool
+    if beside := [role for role, placement in config.roles.items() if role != "rollout" and placement.pool == pool]:
+        own = f"cluster.pools={{{pool}: [1], rollout: [1]}} rollout.placement.pool=rollout"
+        yield Problem(
+            ("rollout.mesh.tp", "rollout.placement.pool"),
+            f"rollout.mesh.tp={tp}: processes of pool {pool!r}, where {', '.join(sorted(beside))} is too, have one "
+            f"device each; expected a pool for rollouts alone, each process of which then has {tp}, such as {own}",
+        )
+    if (gpus := config.cluster.num_gpus_per_process) != 1 and config.cluster.device != "cpu":
+        yield Problem(
+            ("rollout.mesh.tp", "cluster.num_gpus_per_process"),
+            f"rollout.mesh.tp={tp} with cluster.num_gpus_per_process={gpus:g}; expected 1, so that a process of pool "
+            f"{pool!r} has {tp} whole devices",
+        )
+    # vLLM copies heads of keys and values where there are too few, and cuts each expert.
+    shared = {} if (shape := shape_of(config)) is None else shape.shared_by_tp
+    if misfit := misfit_of(tp, {what: num for what, num in shared.items() if what not in _CUT_OTHERWISE}):
+        yield Problem(("rollout.mesh.tp",), f"rollout.mesh.tp={misfit}")
 
 
 def _sleep(config: RunConfig) -> Iterator[Problem]:

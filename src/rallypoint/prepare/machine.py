@@ -23,7 +23,7 @@ from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import gib
 from rallypoint.prepare.inventory import OF_TYPES, Accelerator, Machine, look_around
 from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan, sent_bytes, why_server
-from rallypoint.prepare.pools import resource_pools
+from rallypoint.prepare.pools import num_devices, resource_pools
 from rallypoint.prepare.step_time import StepTime, step_time
 
 _GIB = 2**30
@@ -180,9 +180,7 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
     if cluster.device == "cpu":
         yield f"{counted(len(machine.accelerators), 'GPU')} here ({names}) lie idle: cluster.device=cuda uses them"
         return
-    wanted = sum(map(sum, cluster.pools.values())) * (
-        1 if cluster.runtime == "inline" else cluster.num_gpus_per_process
-    )
+    wanted = num_devices(config)
     if wanted <= len(machine.accelerators) - 1:
         yield (
             f"{wanted:g} of the {len(machine.accelerators)} devices here ({names}) are used: more processes in "

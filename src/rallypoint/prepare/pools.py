@@ -24,14 +24,25 @@ def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
         name: ResourcePool(
             processes_per_node,
             name=name,
-            num_cpus=cluster.num_cpus_per_process,
-            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process,
+            num_cpus=cluster.num_cpus_per_process * _parts_of_server(config, name),
+            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process * _parts_of_server(config, name),
             memory_gib=cluster.memory_gib_per_process or 0,
             labels=cluster.labels,
             device=cluster.device,
         )
         for name, processes_per_node in cluster.pools.items()
     }
+
+
+def _parts_of_server(config: RunConfig, pool: str) -> int:
+    """Return over how many devices the server of each process of a pool cuts its model; 1 without one."""
+    return config.rollout.mesh.tp if "rollout" in config.roles and config.roles["rollout"].pool == pool else 1
+
+
+def num_devices(config: RunConfig) -> float:
+    """Return the devices of all pools, where they are not processors."""
+    num = sum(sum(each) * _parts_of_server(config, pool) for pool, each in config.cluster.pools.items())
+    return num * (1 if config.cluster.runtime == "inline" else config.cluster.num_gpus_per_process)
 
 
 def shrunk(config: RunConfig, nodes: Sequence[Node]) -> RunConfig | None:

@@ -93,7 +93,7 @@ def role_memory(config: RunConfig, role: RoleName, *shapes: ModelShape) -> RoleM
 def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
     size = _BYTES[config.model.dtype]
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
-    sizes = config.mesh(role)
+    sizes = config.mesh(role) | ({"tp": config.rollout.mesh.tp} if role == "rollout" else {})
     shape = shape.of_ep_rank(sizes["ep"])
     # Every rank has its part of the matrices, and of their optimizer state.
     cut = sizes["dp_shard"] * sizes["tp"]
@@ -112,7 +112,8 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     weights, optimizer = own * size, trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0
     if learner is not None and sizes["dp_shard"] > 1 and size < _WIDE:  # the shards are the masters
         weights, optimizer = weights + trained * (_WIDE - size), 2 * trained * _WIDE
-    activations = sampling_bytes(config, shape) if role == "rollout" else _activation_bytes(config, shape, role)
+    sampled = shape.part(sizes["tp"], None) if role == "rollout" else shape
+    activations = sampling_bytes(config, sampled) if role == "rollout" else _activation_bytes(config, shape, role)
     if learner is not None and sizes["dp_replicate"] > 1:
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
         activations = max(activations, trained * _WIDE)
@@ -124,8 +125,8 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
         gradients=trained * _WIDE if learner else 0,
         optimizer=optimizer,
         activations=activations,
-        cache=_cache_bytes(config, shape) if role == "rollout" else 0,
-        least_cache=_cache_bytes(config, shape, least_tokens(config)) if role == "rollout" else 0,
+        cache=_cache_bytes(config, sampled) if role == "rollout" else 0,
+        least_cache=_cache_bytes(config, sampled, least_tokens(config)) if role == "rollout" else 0,
         sleeps=role in config.sleeping,
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
         may_keep_cache=role == "rollout" and may_keep_cache(config),

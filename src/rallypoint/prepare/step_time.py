@@ -17,6 +17,7 @@ from rallypoint.config.transport import transport_name
 from rallypoint.config.tree import RunConfig
 from rallypoint.observability.devices import Device
 from rallypoint.prepare.plan import RunPlan
+from rallypoint.prepare.pools import num_devices
 from rallypoint.prepare.role_memory import RoleMemory, cache_bytes_per_token
 
 _OF_RAGGED_ROWS, _OF_EQUAL_ROWS = 0.28, 0.42
@@ -90,8 +91,7 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device) -> StepTime | No
                 title = memory.role if name == "rollout" else f"{memory.role} {name}"
                 found.append(Phase(title, memory.pool, least, most, max(bounds[1], key=bounds[1].__getitem__)))
     found += _publishing(config, plan)
-    num_devices = sum(map(sum, config.cluster.pools.values())) * config.cluster.num_gpus_per_process
-    return StepTime(tuple(found), round(num_devices), is_ahead=config.rollout.max_staleness > 0)
+    return StepTime(tuple(found), round(num_devices(config)), is_ahead=config.rollout.max_staleness > 0)
 
 
 def _terms(
@@ -159,19 +159,21 @@ def _sampling(
     """Return what sampling spends its time on, in waves of as many rows as the cache has room for."""
     prompt, response = _lengths(config, share)
     size = 2 if config.model.dtype == "bfloat16" else 4
-    per_token, cached = 2.0 * shape.token_cost, cache_bytes_per_token(config, shape)
+    tp = config.rollout.mesh.tp  # devices of a server do their parts at the same time
+    per_token, cached = 2.0 * shape.token_cost / tp, cache_bytes_per_token(config, shape.part(tp, None))
     num_rows = -(-config.num_rows // memory.num_ranks)
     at_once = max(1, min(num_rows, config.rollout.max_batch_rows, int(memory.cache / cached / (prompt + response))))
     num_waves, context = num_rows / at_once, prompt + response / 2
-    head = 2 * shape.hidden_size * shape.vocab_size
+    head = 2 * shape.hidden_size * shape.vocab_size / tp
     one = per_token * (1 + shape.attention_cost * context) + head
     steps = num_waves * response
-    launches = _LAUNCHES_OF_A_LAYER * shape.num_layers + _LAUNCHES_OF_A_TOKEN
+    of_layer = _LAUNCHES_OF_A_LAYER + (2 if tp > 1 else 0)  # with the sums over devices
+    launches = of_layer * shape.num_layers + _LAUNCHES_OF_A_TOKEN
     num_prompts = config.num_examples / memory.num_ranks
     return {
         "arithmetic": num_prompts * prompt * per_token / (_PREFILL * device.peak(size))
         + steps * at_once * one / (_DECODING * device.peak(size)),
-        "reading weights": steps * shape.num_parameters * size / (_WEIGHTS * device.bandwidth),
+        "reading weights": steps * shape.num_parameters / tp * size / (_WEIGHTS * device.bandwidth),
         "reading the cache": steps * at_once * context * cached / (_CACHE * device.bandwidth),
         "launches": steps * launches * _LAUNCH_S,
     }

@@ -59,9 +59,10 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
     outline = Outline.of(outline_policy(spec.model_path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
     num_blocks = -(-config.max_row_tokens // _VLLM_BLOCK_TOKENS) + 1
     cache_tokens = rollout.cache_tokens or _num_rows(config) * num_blocks * _VLLM_BLOCK_TOKENS
-    cache_bytes = cache_tokens * outline.cache_bytes_per_token
+    bytes_per_token = -(-outline.cache_bytes_per_token // min(rollout.mesh.tp, outline.num_cache_heads))
+    cache_bytes = cache_tokens * bytes_per_token
     if rollout.cache_tokens is None and context.device != "cpu":
-        least_bytes = num_blocks * _VLLM_BLOCK_TOKENS * outline.cache_bytes_per_token
+        least_bytes = num_blocks * _VLLM_BLOCK_TOKENS * bytes_per_token
         cache_bytes = max(least_bytes, min(cache_bytes, planned_cache(config) or cache_bytes))
     launch = Launch(
         python=installed.python,
@@ -73,9 +74,11 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         max_rows=rollout.max_batch_rows,
         cache_bytes=cache_bytes,
         trust_remote_code=model.trust_remote_code,
-        memory_share=_memory_share(outline.num_bytes + cache_bytes, context.device),
+        memory_share=_memory_share(outline.num_bytes // rollout.mesh.tp + cache_bytes, context.device),
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
         adapter_rank=_adapter_rank(model.lora),
+        second_runner=context.device != "cpu",
+        num_devices=rollout.mesh.tp,
     )
     connection = VllmConnection(
         lambda folder: ServerProcess(launch, folder),

@@ -242,6 +242,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools.main=[6] actor.mesh.tp=3",
         ("actor.mesh.tp=3 does not divide 4 attention heads, 2 key/value heads and 256 columns", "choose 1 or 2"),
     ),
+    "fit: several devices without a server": (
+        "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.mesh.tp=2",
+        ("rollout.mesh.tp=2: rollout.engine='native' has a whole model in every process", "rollout.engine=vllm"),
+    ),
+    "fit: several devices beside the actor": (
+        "rollout.engine=vllm rollout.mesh.tp=2",
+        ("rollout.mesh.tp=2: processes of pool 'main', where actor,", "cluster.pools={main: [1], rollout: [1]}"),
+    ),
+    "fit: heads and the devices of a server": (
+        "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.engine=vllm rollout.mesh.tp=3",
+        ("rollout.mesh.tp=3 does not divide 4 attention heads and 256 columns of the MLP; choose 1, 2 or 4",),
+    ),
     "fit: heads and sequence parallelism": (
         "cluster.pools.main=[6] actor.mesh.sp=3",
         ("actor.mesh.sp=3 does not divide 4 attention heads of a tp rank", "choose 1, 2 or 4"),

@@ -34,6 +34,12 @@ class MeshConfig(Section):
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 
 
+class ServerMeshConfig(Section):
+    """How the devices of a rollout process divide the model of its server."""
+
+    tp: int = key(1, at_least=1, hidden=True, help="Devices that each vLLM server cuts the model over.")
+
+
 class ClusterConfig(Section):
     """Processes and devices."""
 

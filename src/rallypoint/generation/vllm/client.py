@@ -158,7 +158,7 @@ def request_body(request: Request, done: tuple[int, ...], limit: int, *, stream:
                 "ignore_eos": True,
                 "detokenize": False,
                 "logprobs": 2 if needs_companion(request.params) else 0,
-                "extra_args": {"rallypoint": encode(request, len(done))},
+                "extra_args": {"rallypoint": encode(request)},
             },
         }
     ).encode()

@@ -86,7 +86,7 @@ class Launch:
     max_rows: int
     """Requests that run together."""
     cache_bytes: int
-    """Memory for keys and values."""
+    """Memory for keys and values on each device."""
     trust_remote_code: bool
     log: Path
     """File to which the server's output is appended."""
@@ -94,6 +94,10 @@ class Launch:
     """Part of its accelerator's memory that must be free when it starts; None on a CPU."""
     adapter_rank: int | None = None
     """Rank of the adapters that are published to it; None if whole models are."""
+    second_runner: bool = False
+    """Whether vLLM's second model runner samples, which needs Triton."""
+    num_devices: int = 1
+    """Devices that it cuts the model over, by tensor parallelism; the first ones that this process sees."""
 
     def command(self, folder: Path) -> list[str]:
         """Return the server's command line."""
@@ -105,7 +109,7 @@ class Launch:
             "max-num-seqs": str(self.max_rows),
             "kv-cache-memory-bytes": str(self.cache_bytes),
             # Our processor samples the tokens, and reports what it writes into the logits.
-            "logits-processors": "rallypoint_vllm:Drawn",
+            "logits-processors": f"rallypoint_vllm:{'Drawn' if self.second_runner else 'DrawnOnCpu'}",
             "logprobs-mode": "processed_logits",
             "max-logprobs": "2",
             "worker-extension-cls": "rallypoint_vllm.Loading",
@@ -113,7 +117,11 @@ class Launch:
         if self.memory_share is not None:
             # It does not start unless so much is free, 92 % by default, however small the cache is.
             options["gpu-memory-utilization"] = f"{self.memory_share:.4f}"
-        flags = ["tokens-only", "skip-tokenizer-init", "no-async-scheduling", "disable-uvicorn-access-log"]
+        if self.num_devices > 1:
+            options |= {"tensor-parallel-size": str(self.num_devices), "distributed-executor-backend": "mp"}
+        flags = ["tokens-only", "skip-tokenizer-init", "disable-uvicorn-access-log"]
+        # Processors of the first runner need each token before the next one is scheduled.
+        flags.append("async-scheduling" if self.second_runner else "no-async-scheduling")
         # Compiling takes half a minute on a CPU, for a fifth of the time of a step.
         flags.append("enforce-eager" if self.device == "cpu" else "enable-sleep-mode")
         flags += ["trust-remote-code"] * self.trust_remote_code
@@ -131,7 +139,7 @@ class Launch:
             "PYTHONPATH": str(INSIDE),
             "VLLM_API_KEY": key,
             "VLLM_SERVER_DEV_MODE": "1",  # has the calls for weights; nobody else can reach the socket
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has no place for `Drawn` yet
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(self.second_runner)),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "RALLYPOINT_BEAT": str(folder / "beat"),

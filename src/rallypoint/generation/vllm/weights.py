@@ -41,6 +41,8 @@ class Outline:
     """Size of the vocabulary."""
     cache_bytes_per_token: int
     """Bytes of the keys and values of one token, or of the latents that they are made of."""
+    num_cache_heads: int
+    """Heads of keys and values, which devices can have apart; 1 of latents."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,9 +58,9 @@ class Outline:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = 2 * num_heads * head_dim
         if family is not None and family.has_latents:
-            numbers = config.kv_lora_rank + config.qk_rope_head_dim
+            num_heads, numbers = 1, config.kv_lora_rank + config.qk_rope_head_dim
         per_token = numbers * config.num_hidden_layers * next(model.parameters()).dtype.itemsize
-        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token)
+        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token, num_heads)
 
     def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
         """Write weights into a new folder below another one, and return it.

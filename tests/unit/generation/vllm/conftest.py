@@ -166,8 +166,8 @@ class FakeServer:
 
     def answer_to(self, body):
         sampling, extra = body["sampling_params"], body["sampling_params"]["extra_args"]["rallypoint"]
-        done = extra["num_done"]
-        prompt = body["token_ids"][: len(body["token_ids"]) - done]
+        prompt = body["token_ids"][: extra["num_prompt_tokens"]]
+        done = len(body["token_ids"]) - len(prompt)
         tokens = []
         while len(tokens) < sampling["max_tokens"]:
             tokens.append(token_at(prompt, done + len(tokens)))
@@ -205,7 +205,9 @@ def make_engine(world):
     def make(
         *, takes_adapters=False, gives_memory=False, start_s=20.0, say=lambda line: None, voice_every_s=10.0, **options
     ):
-        outline = Outline(weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1)
+        outline = Outline(
+            weights=WEIGHTS, sources=same_names, num_ids=NUM_IDS, cache_bytes_per_token=1, num_cache_heads=1
+        )
         settings = {"max_request_tokens": 100, "max_rows": 8, "silence_s": 20.0, **options}
         connections.append(
             VllmConnection(

@@ -27,6 +27,10 @@ module("vllm.lora"); module("vllm.lora.request", LoRARequest=lambda *args, **kwa
 module("vllm.v1"); module("vllm.v1.sample")
 module("vllm.v1.sample.logits_processor", BatchUpdate=object, LogitsProcessor=LogitsProcessor,
        MoveDirectionality=MoveDirectionality)
+module("vllm.v1.worker"); module("vllm.v1.worker.gpu"); module("vllm.v1.worker.gpu.sample")
+module("vllm.v1.worker.gpu.sample.logits_processor")
+module("vllm.v1.worker.gpu.sample.logits_processor.interface", LogitsContext=object, LogitsProcessor=LogitsProcessor,
+       LogitsProcRequestState=object)
 
 sys.path.insert(0, sys.argv[1])
 import rallypoint_vllm
@@ -63,16 +67,24 @@ def python(code, *arguments):
 def test_a_logits_processor_follows_the_batch_and_needs_nothing_but_torch_of_our_packages():
     code = """
 import torch
-drawn = rallypoint_vllm.Drawn(None, torch.device("cpu"), False)
-asked = {"params": {"max_new_tokens": 3, "stop_tokens": []}, "prompt_index": 0, "sample_index": 0, "num_done": 0}
+drawn = rallypoint_vllm.DrawnOnCpu(None, torch.device("cpu"), False)
+asked = {"params": {"max_new_tokens": 3, "stop_tokens": []}, "prompt_index": 0, "sample_index": 0}
+asked["num_prompt_tokens"] = 1
 class Params: extra_args = {"rallypoint": asked}
 class Update: removed, added, moved = [], [(0, Params, [1], [])], []
 drawn.update_state(None)
 drawn.update_state(Update)
 print(int(drawn.apply(torch.zeros(1, 9)).isfinite().sum()), drawn.is_argmax_invariant())
+
+import numpy
+class States: device, all_token_ids = torch.device("cpu"), None
+class Context: idx_mapping_np, seq_lens_upper_bound_np = numpy.array([5, 2]), numpy.array([4, 1])
+second = rallypoint_vllm.Drawn(None, States)
+print(second.add_request(2, Params), second.add_request(5, types.SimpleNamespace(extra_args=None)))
+print(second.apply(torch.zeros(2, 9), Context).isfinite().sum(1).tolist())
 print([name for name in ("transformers", "pydantic", "ray", "pyarrow", "tokenizers") if name in sys.modules])
 """
-    assert python(code).split() == ["1", "False", "[]"]
+    assert python(code).splitlines() == ["1 False", "True False", "[9, 1]", "[]"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from rallypoint.generation import Request, SamplingParams
 from rallypoint.generation.sampler import Sampler
-from rallypoint.generation.vllm.sampler import BatchSampler, encode, needs_companion
+from rallypoint.generation.vllm.sampler import MovingRows, Slots, encode, needs_companion
 
 NUM_IDS = 20
 CPU = torch.device("cpu")
@@ -62,16 +62,16 @@ def read(logits, params):
     return token, logprob, sampled
 
 
-def sent(request, num_done=0):
+def sent(request):
     """Arguments as they arrive: through JSON, tuples have become lists."""
-    asked = copy.deepcopy(encode(request, num_done))
+    asked = copy.deepcopy(encode(request))
     asked["params"] = {k: list(v) if isinstance(v, tuple) else v for k, v in asked["params"].items()}
     return asked
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: str(request.sample_index))
 def test_a_row_says_token_and_both_logprobs(request_):
-    rows, response = BatchSampler(CPU), []
+    rows, response = MovingRows(CPU), []
     rows.add(0, sent(request_), request_.tokens, response)
     for expected in expected_of(request_):
         logits = rows.draw(logits_of((*request_.tokens, *response)).unsqueeze(0))
@@ -83,7 +83,7 @@ def test_a_row_says_token_and_both_logprobs(request_):
 
 def test_rows_that_come_go_and_move_are_drawn_as_each_is_alone():
     chance = random.Random(0)
-    rows = BatchSampler(CPU)
+    rows = MovingRows(CPU)
     batch, found, waiting = [], {}, list(enumerate(REQUESTS))
     while waiting or batch:
         places = list(range(len(batch)))
@@ -115,11 +115,44 @@ def test_rows_that_come_go_and_move_are_drawn_as_each_is_alone():
         assert found[number] == [token for token, _, _ in expected_of(request)]
 
 
+def test_slots_in_any_order_are_drawn_as_each_is_alone():
+    """Some rows belong to prompts that are not through yet; slots are used again, and one has a request of others."""
+    chance = random.Random(0)
+    in_slots, found, waiting, left = {}, {}, list(enumerate(REQUESTS)), {}
+    slots = Slots(CPU, lambda slot, number: in_slots[slot][:number])
+    assert not slots.add(7, None)
+    while waiting or left:
+        for slot in range(4):
+            if slot not in left and waiting and chance.random() < 0.5:
+                number, request = waiting.pop(0)
+                assert slots.add(slot, sent(request))
+                in_slots[slot], left[slot] = [*request.tokens], (number, request)
+        order = chance.sample([*left, 7], 1 + len(left))
+        is_through = {slot: chance.random() < 0.8 for slot in left}
+        contexts = [in_slots[slot] if slot in left else [1] for slot in order]
+        lengths = [
+            len(context) if is_through.get(slot, True) else 1 for slot, context in zip(order, contexts, strict=True)
+        ]
+        before = torch.stack([logits_of(context) for context in contexts])
+        logits = slots.draw(before.clone(), order, lengths)
+        for place, slot in enumerate(order):
+            if slot == 7:
+                assert logits[place].equal(before[place])
+            elif is_through[slot]:
+                number, request = left[slot]
+                in_slots[slot].append(read(logits[place], request.params)[0])
+                if len(in_slots[slot]) == len(request.tokens) + 9:
+                    found[number] = in_slots[slot][len(request.tokens) :]
+                    del left[slot]
+    for number, request in enumerate(REQUESTS):
+        assert found[number] == [token for token, _, _ in expected_of(request)]
+
+
 def test_a_response_that_is_sent_again_goes_on_where_it_was():
     for request in REQUESTS:
         expected = [token for token, _, _ in expected_of(request)]
-        rows, response = BatchSampler(CPU), []
-        rows.add(0, sent(request, num_done=4), (*request.tokens, *expected[:4]), response)
+        rows, response = MovingRows(CPU), []
+        rows.add(0, sent(request), (*request.tokens, *expected[:4]), response)
         while len(response) < 5:
             logits = rows.draw(logits_of((*request.tokens, *expected[:4], *response)).unsqueeze(0))
             response.append(read(logits[0], request.params)[0])
@@ -127,7 +160,7 @@ def test_a_response_that_is_sent_again_goes_on_where_it_was():
 
 
 def test_rows_of_others_are_left_as_they_are():
-    rows = BatchSampler(CPU)
+    rows = MovingRows(CPU)
     logits = torch.randn(3, NUM_IDS)
     assert rows.draw(logits.clone()).equal(logits)
     rows.add(0, None, (1, 2), [])
@@ -141,7 +174,7 @@ def test_rows_of_others_are_left_as_they_are():
 
 
 def test_logits_that_are_not_finite_are_reported_as_such():
-    rows = BatchSampler(CPU)
+    rows = MovingRows(CPU)
     request = dataclasses.replace(REQUESTS[0])
     rows.add(0, sent(request), request.tokens, [])
     logits = rows.draw(torch.full((1, NUM_IDS), float("nan")))
@@ -156,10 +189,10 @@ class Uncopied(list):
 
 
 def test_responses_are_not_copied_when_a_row_joins_unless_a_penalty_asks_for_them():
-    sampler, logits = BatchSampler(CPU), torch.zeros(2, NUM_IDS)
+    sampler, logits = MovingRows(CPU), torch.zeros(2, NUM_IDS)
     plain, penalised = REQUESTS[0], REQUESTS[6]
-    sampler.add(0, encode(plain, 0), plain.tokens, Uncopied([1] * 7))
+    sampler.add(0, encode(plain), plain.tokens, Uncopied([1] * 7))
     sampler.draw(logits.clone())
-    sampler.add(1, encode(penalised, 0), penalised.tokens, Uncopied([2] * 3))
+    sampler.add(1, encode(penalised), penalised.tokens, Uncopied([2] * 3))
     with pytest.raises(AssertionError, match="they were copied"):
         sampler.draw(logits.clone())

@@ -78,6 +78,11 @@ def test_a_server_runs_with_our_inside_only_and_ends_with_all_that_it_started(la
     assert not folder.path.exists()
 
 
+def test_a_server_over_several_devices_is_told_so(launch, tmp_path):
+    one, four = (dataclasses.replace(launch, num_devices=num).command(tmp_path) for num in (1, 4))
+    assert set(four) - set(one) == {"--tensor-parallel-size=4", "--distributed-executor-backend=mp"}
+
+
 def test_a_server_that_ends_says_why(launch, tmp_path):
     server = ServerProcess(dataclasses.replace(launch, model="bad"), OwnFolder(tmp_path).path)
     why = wait_until(server.ended)

@@ -1,8 +1,8 @@
 """What vLLM's own processes load of rallypoint, in an environment that has vLLM's packages and none of ours.
 
-Owns: how tokens are sampled there (`Drawn`, a logits processor) and how published weights enter the model (`Loading`,
-an extension of its worker). Both are extension points of vLLM: nothing of it is replaced. Of rallypoint only modules
-that need torch alone are imported, past the packages' `__init__`, which would import more.
+Owns: how tokens are sampled there (`Drawn` and `DrawnOnCpu`, logits processors) and how published weights enter the
+model (`Loading`, an extension of its worker). All are extension points of vLLM: nothing of it is replaced. Of
+rallypoint only modules that need torch alone are imported, past the packages' `__init__`, which would import more.
 
 Invariant: the tokens and logprobs of a request are those of our own engines for the same logits.
 """
@@ -25,7 +25,13 @@ from safetensors import SafetensorError, safe_open
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor import LogitsProcessor as FirstLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+    LogitsContext,
+    LogitsProcessor,
+    LogitsProcRequestState,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[3]
 
@@ -43,15 +49,38 @@ _borrow("rallypoint.config", _PACKAGE / "config")
 _borrow("rallypoint.generation", _PACKAGE / "generation")
 _borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
 
-from rallypoint.generation.vllm.sampler import BatchSampler  # noqa: E402 - only now can it be found
+from rallypoint.generation.vllm.sampler import Encoded, MovingRows, Slots  # noqa: E402 - only now can it be found
 
 
 class Drawn(LogitsProcessor):
-    """Samples the tokens of requests with their own random numbers; see `sampler.BatchSampler`."""
+    """Samples the tokens of requests with their own random numbers, in the second model runner; see `sampler.Slots`."""
+
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        del vllm_config
+        every = req_states.all_token_ids
+
+        def tokens(slot: int, number: int) -> list[int]:
+            return every.gpu[slot, :number].tolist()  # the host waits, for what only requests with penalties need
+
+        self._slots = Slots(req_states.device, tokens)
+        self._beat = _heartbeat()
+
+    def add_request(self, req_idx: int, sampling_params: VLLMSamplingParams) -> bool:
+        """Take the arguments of a request that enters a slot; return whether they are ours."""
+        return self._slots.add(req_idx, _asked(sampling_params))
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Make the sampled token of each row the likeliest one; a request has one row, as nothing is speculated."""
+        self._beat()
+        return self._slots.draw(logits, ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist())
+
+
+class DrawnOnCpu(FirstLogitsProcessor):
+    """The same in the first model runner, for the second one needs Triton; see `sampler.MovingRows`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
-        self._rows = BatchSampler(device)
+        self._rows = MovingRows(device)
         self._beat = _heartbeat()
 
     @classmethod
@@ -69,7 +98,7 @@ class Drawn(LogitsProcessor):
         for place in batch_update.removed:
             self._rows.remove(place)
         for place, params, prompt, response in batch_update.added:
-            self._rows.add(place, (params.extra_args or {}).get("rallypoint"), prompt or (), response)
+            self._rows.add(place, _asked(params), prompt or (), response)
         for start, end, direction in batch_update.moved:
             self._rows.move(start, end, swap=direction == MoveDirectionality.SWAP)
 
@@ -77,6 +106,11 @@ class Drawn(LogitsProcessor):
         """Make the sampled token of each row the likeliest one."""
         self._beat()
         return self._rows.draw(logits)
+
+
+def _asked(params: VLLMSamplingParams) -> Encoded | None:
+    """Return our arguments of a request; None if it has none."""
+    return (params.extra_args or {}).get("rallypoint")
 
 
 class Loading:
