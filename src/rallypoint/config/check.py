@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rallypoint.config.check_placement import placement_contradictions
+from rallypoint.config.check_placement import placement_contradictions, way_of_weights
 from rallypoint.config.check_sampling_ahead import ahead_contradictions
 from rallypoint.config.fields import Problem, shown
 from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
@@ -268,7 +268,7 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             f"{MIN_TEMPERATURE:g}; logits are divided by it",
         )
     if rollout.weights != "auto":
-        yield from _way_of_weights(config)
+        yield from way_of_weights(config)
     if rollout.max_batch_rows < rollout.group_size:
         yield Problem(
             ("rollout.max_batch_rows", "rollout.group_size"),
@@ -329,32 +329,6 @@ def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
         )
 
 
-def _way_of_weights(config: RunConfig) -> Iterator[Problem]:
-    """Yield why published weights cannot take the way that was named."""
-    way, device = config.rollout.weights, config.cluster.device
-    placements = (config.actor.placement, config.rollout.placement)
-    pools = {placement.pool: config.cluster.pools.get(placement.pool, ()) for placement in placements}
-    if config.actor.placement.pool in config.cluster.pools and config.rollout_shares_actor:
-        yield Problem(
-            ("rollout.weights", "rollout.placement.pool", "actor.placement.pool"),
-            f"rollout.weights={way!r} has no effect: rollouts are sampled from the actor's own weights, on the same "
-            "pool; leave it at auto",
-        )
-    elif way == "ipc" and device == "cpu":
-        yield Problem(
-            ("rollout.weights", "cluster.device"),
-            "rollout.weights='ipc' shares the memory of accelerators, and cluster.device=cpu has none; "
-            "expected auto or memory",
-        )
-    elif way in ("memory", "ipc") and any(len(nodes) > 1 for nodes in pools.values()):
-        name = next(name for name, nodes in pools.items() if len(nodes) > 1)
-        yield Problem(
-            ("rollout.weights", f"cluster.pools.{name}"),
-            f"rollout.weights={way!r} leads from process to process of one node, but cluster.pools.{name}="
-            f"{list(pools[name])} has {len(pools[name])}; expected auto, broadcast or folder",
-        )
-
-
 def vllm_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what a run with rollout.engine=vllm cannot have."""
     if config.rollout.on_load == "keep":
@@ -388,6 +362,13 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             "take the way `folder`; leave it at auto",
         )
     shape = shape_of(config)
+    family = None if shape is None else FAMILIES.get(shape.model_type)
+    if family is not None and not family.is_served:
+        yield Problem(
+            ("rollout.engine",),
+            f"rollout.engine='vllm': models of type {family.model_type!r} have other weights in vLLM 0.32 than were "
+            "published to it; use rollout.engine=native",
+        )
     if shape is not None and config.cluster.device == "cpu" and (unknown := shape.head_dims - set(_CPU_HEAD_DIMS)):
         made, fits = config.model.create, ", ".join(map(str, _CPU_HEAD_DIMS))
         remedy = "use rollout.engine=native"

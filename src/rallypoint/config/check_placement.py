@@ -320,3 +320,29 @@ def _shared_by_ranks(config: RunConfig) -> Iterator[Problem]:
                 f"(cluster.pools.{placement.pool}=[1])",
             )
             return
+
+
+def way_of_weights(config: RunConfig) -> Iterator[Problem]:
+    """Yield why published weights cannot take the way that was named."""
+    way, device = config.rollout.weights, config.cluster.device
+    placements = (config.actor.placement, config.rollout.placement)
+    pools = {placement.pool: config.cluster.pools.get(placement.pool, ()) for placement in placements}
+    if config.actor.placement.pool in config.cluster.pools and config.rollout_shares_actor:
+        yield Problem(
+            ("rollout.weights", "rollout.placement.pool", "actor.placement.pool"),
+            f"rollout.weights={way!r} has no effect: rollouts are sampled from the actor's own weights, on the same "
+            "pool; leave it at auto",
+        )
+    elif way == "ipc" and device == "cpu":
+        yield Problem(
+            ("rollout.weights", "cluster.device"),
+            "rollout.weights='ipc' shares the memory of accelerators, and cluster.device=cpu has none; "
+            "expected auto or memory",
+        )
+    elif way in ("memory", "ipc") and any(len(nodes) > 1 for nodes in pools.values()):
+        name = next(name for name, nodes in pools.items() if len(nodes) > 1)
+        yield Problem(
+            ("rollout.weights", f"cluster.pools.{name}"),
+            f"rollout.weights={way!r} leads from process to process of one node, but cluster.pools.{name}="
+            f"{list(pools[name])} has {len(pools[name])}; expected auto, broadcast or folder",
+        )

@@ -293,6 +293,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "model.create.architecture=qwen3_moe rollout.router_replay=true rollout.engine=hf",
         ("rollout.engine='hf' does not say which experts it chose; expected rollout.engine=native",),
     ),
+    "fit: a server that has other weights than were published": (
+        "model.create.architecture=gpt_oss rollout.engine=vllm",
+        ("rollout.engine='vllm': models of type 'gpt_oss' have other weights in vLLM", "use rollout.engine=native"),
+    ),
     "fit: no experts to choose again, or to balance": (
         "rollout.router_replay=true actor.router_aux_loss_coef=0.01",
         (
