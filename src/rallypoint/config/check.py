@@ -13,7 +13,7 @@ from rallypoint.config.sections.material import LoRAConfig, path_of, weight_of
 from rallypoint.config.shape import shape_of
 from rallypoint.config.tree import RunConfig, row_limit
 from rallypoint.config.unread import without_effect
-from rallypoint.families import FAMILIES
+from rallypoint.families import FAMILIES, MIXTURES
 
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims that vLLM's attention takes on CPUs."""
@@ -362,12 +362,11 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             "take the way `folder`; leave it at auto",
         )
     shape = shape_of(config)
-    family = None if shape is None else FAMILIES.get(shape.model_type)
-    if family is not None and not family.is_served:
+    if shape is not None and config.cluster.device == "cpu" and shape.model_type in MIXTURES:
         yield Problem(
-            ("rollout.engine",),
-            f"rollout.engine='vllm': models of type {family.model_type!r} have other weights in vLLM 0.32 than were "
-            "published to it; use rollout.engine=native",
+            ("rollout.engine", "cluster.device"),
+            f"rollout.engine='vllm' with cluster.device=cpu: experts of models of type {shape.model_type!r} are others "
+            "in vLLM 0.32 on processors than were published to it; use rollout.engine=native",
         )
     if shape is not None and config.cluster.device == "cpu" and (unknown := shape.head_dims - set(_CPU_HEAD_DIMS)):
         made, fits = config.model.create, ", ".join(map(str, _CPU_HEAD_DIMS))

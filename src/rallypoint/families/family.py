@@ -71,8 +71,6 @@ class Family:
     """Weight of the experts -> its matrices, one below the other, which files have for each expert separately."""
     stacks_experts: bool = False
     """Whether published files have all experts of a layer in one tensor instead; both forms are read."""
-    is_served: bool = True
-    """Whether vLLM has the weights that are published to it, as far as that was tried."""
     is_plain: bool = False
     """Whether its layers differ from Llama's only in biases and norms of heads, so that the plain decoder can run
     them."""

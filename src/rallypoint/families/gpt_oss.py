@@ -22,6 +22,5 @@ GPT_OSS = Family(
     routers=("GptOssTopKRouter",),
     experts="mlp.experts",
     has_biases=True,
-    is_served=False,
     small_experts=_small_experts,
 )

@@ -295,7 +295,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: a server that has other weights than were published": (
         "model.create.architecture=gpt_oss rollout.engine=vllm",
-        ("rollout.engine='vllm': models of type 'gpt_oss' have other weights in vLLM", "use rollout.engine=native"),
+        ("experts of models of type 'gpt_oss' are others in vLLM 0.32 on processors", "use rollout.engine=native"),
     ),
     "fit: no experts to choose again, or to balance": (
         "rollout.router_replay=true actor.router_aux_loss_coef=0.01",
