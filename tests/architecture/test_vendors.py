@@ -24,6 +24,7 @@ EXCEPTIONS = {
     "weights/buffers.py": "torch's names for handles of device memory, and the rules that they come with",
     "generation/native/accelerator/graphs.py": "before torch 2.13 only one kind of device has graphs",
     "observability/devices.py": "one table of devices, with the names that drivers have for them",
+    "models/kinds/delta_kernel.py": "the library that it calls has kernels for one kind of device",
     "models/kinds/experts.py": "grouped products need a certain generation of one kind of device",
     "models/varlen.py": "rows of any lengths are known to the flash attention of one kind of device",
     "models/kernels.py": "kernels are used on the kind of device on which they were measured",

@@ -283,7 +283,7 @@ def check_reward(
     max_rows: Annotated[int, typer.Option(min=2, help="Rows of the training data whose right answers are tried.")] = 64,
 ) -> None:
     """Try a run's reward on right, empty, huge, repeated, truncated and adversarial answers."""
-    from rallypoint.cli.check_reward import check_reward as run_check
+    from rallypoint.cli.show import check_reward as run_check
 
     raise typer.Exit(run_check(recipe, overrides or [], max_rows=max_rows))
 

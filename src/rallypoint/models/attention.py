@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from rallypoint.config.limits import LONGEST_FOR_PRODUCTS
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.models.fused import attend_fused, attend_in_window
+from rallypoint.models.kinds.delta_kernel import RowScan, find_kernel
 from rallypoint.models.kinds.linear_attention import DeltaInputs, Recurrence
 from rallypoint.models.prefix import SharedPrefixes
 from rallypoint.models.products import (
@@ -133,6 +134,7 @@ class PackedRows:
         # Layers of one kind share these; the first of them makes them.
         self._keys: PackedKeys | None = None
         self._recurrence: Recurrence | None = None
+        self._row_scan: RowScan | None = None
         self._rectangles = None if may_have_varlen(device) else self._laid_out()
         self._folds: dict[tuple[int, int, int], tuple[Fold, Fold]] = {}
         self._batches: dict[tuple[int, int, int | None], list[SequenceBatch]] = {}
@@ -176,6 +178,10 @@ class PackedRows:
         del layer
         if self._recurrence is None:
             self._recurrence = Recurrence(*self._layout)
+        if (kernel := find_kernel(inputs.mixed, inputs.heads)) is not None:
+            if self._row_scan is None:
+                self._row_scan = RowScan(*self._layout)
+            return self._row_scan.run(kernel, inputs, self._recurrence)
         return self._recurrence.run(inputs, self._recurrence.blank(inputs))[0]
 
     @property

@@ -48,6 +48,7 @@ _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Major version of CUDA -> first driver that runs programs built for it."""
 _EXTRAS = {
     "matplotlib": "plot",
+    "fla": "fla",
     "math_verify": "math",
     "jsonschema": "json",
     "mcp": "mcp",

@@ -8,7 +8,7 @@ import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
 from tiny_models import make_tiny_model
 
-from rallypoint.cli.check_reward import check_reward as command
+from rallypoint.cli.show import check_reward as command
 from rallypoint.config import load_config
 from rallypoint.data import Example, Message
 from rallypoint.environments.outcome import Failure, Scores

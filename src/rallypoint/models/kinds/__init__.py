@@ -2,6 +2,7 @@
 
 Must not know: other kinds, files, roles.
 
-`attention.py`, `linear_attention.py`, `mlp.py`, and of mixtures `experts.py` (pass and router), `expert_parallel.py`,
-`load_balancing.py`, `router_replay.py`. Sizes are those of `rallypoint.families.kinds`.
+`attention.py`, `linear_attention.py` (scanned by the kernel in `delta_kernel.py` where there is one), `mlp.py`, and of
+mixtures `experts.py` (pass and router), `expert_parallel.py`, `load_balancing.py`, `router_replay.py`. Sizes are those
+of `rallypoint.families.kinds`.
 """

@@ -236,15 +236,9 @@ class Recurrence:
             inputs: of the stream, filler included.
             states: before the rows; see `blank`.
         """
-        heads, exact = inputs.heads, inputs.decay.dtype
-        width = inputs.kernel.shape[1]
-        num_filler = len(inputs.mixed) - self._num_stream
-        mixed, (taps, last) = inputs.mixed[: self._num_stream], self._taps(width)
-        history = torch.cat([mixed, states.recent.flatten(0, 1)])
-        read = taps.of_rows(history).view(width, *mixed.shape)
-        mixed = functional.silu((read * inputs.kernel.t().unsqueeze(1)).sum(0)).to(exact)
-        num_channels = mixed.shape[1]
-        tokens = torch.cat([mixed, *(x[: self._num_stream] for x in (inputs.decay, inputs.strength))], 1)
+        heads = inputs.heads
+        num_channels, num_filler = inputs.mixed.shape[1], len(inputs.mixed) - self._num_stream
+        tokens, recent = self.convolved(inputs, states)
         chunks = self._in_chunks.of_rows(functional.pad(tokens, (0, 0, 0, 1)))
         chunks = chunks.view(-1, self.chunk, chunks.shape[1])
         mixed, decay, strength = chunks.split([num_channels, heads.num_values, heads.num_values], 2)
@@ -252,7 +246,17 @@ class Recurrence:
         out, memory = chunked_delta_rule(*heads.split(mixed), decay, strength, self.counts, memory)
         out = self._in_stream.of_rows(out.flatten(0, 1).flatten(1))
         out = functional.pad(out, (0, 0, 0, num_filler)).view(-1, heads.num_values, heads.value_dim)
-        return out, DeltaStates(history[last], memory.index_select(0, self._of_row))
+        return out, DeltaStates(recent, memory.index_select(0, self._of_row))
+
+    def convolved(self, inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, Tensor]:
+        """Return channels behind the convolution, decays and strengths of the stream, [S, C + 2 Hv]; and `recent`."""
+        width = inputs.kernel.shape[1]
+        mixed, (taps, last) = inputs.mixed[: self._num_stream], self._taps(width)
+        history = torch.cat([mixed, states.recent.flatten(0, 1)])
+        read = taps.of_rows(history).view(width, *mixed.shape)
+        mixed = functional.silu((read * inputs.kernel.t().unsqueeze(1)).sum(0)).to(inputs.decay.dtype)
+        tokens = torch.cat([mixed, *(x[: self._num_stream] for x in (inputs.decay, inputs.strength))], 1)
+        return tokens, history[last]
 
     def blank(self, inputs: DeltaInputs) -> DeltaStates:
         """Return the states of rows that begin."""
@@ -310,7 +314,7 @@ def chunked_delta_rule(
         memory: [B, Hv, Dk, Dv]: states before the rows, those with the most chunks first.
     """
     share = value.shape[2] // key.shape[2]
-    query, key = (_normed(x, share).transpose(1, 2) for x in (query, key))
+    query, key = (normed(x, share).transpose(1, 2) for x in (query, key))
     query, value = query * query.shape[-1] ** -0.5, value.transpose(1, 2)
     strength = strength.transpose(1, 2).unsqueeze(-1)
     ones = decay.new_ones(decay.shape[1], decay.shape[1])
@@ -344,7 +348,7 @@ def delta_step(inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaS
     recent = torch.cat([states.recent, inputs.mixed.unsqueeze(1)], 1)
     mixed = functional.silu((recent * inputs.kernel.t()).sum(1)).to(exact)
     query, key, value = heads.split(mixed)
-    query, key = (_normed(x, heads.num_values // heads.num_keys) for x in (query, key))
+    query, key = (normed(x, heads.num_values // heads.num_keys) for x in (query, key))
     memory = states.memory * inputs.decay.exp()[:, :, None, None]
     wrong = value - (key.unsqueeze(2) @ memory).squeeze(2)
     memory = memory + key.unsqueeze(3) * (inputs.strength.unsqueeze(2) * wrong).unsqueeze(2)
@@ -352,7 +356,7 @@ def delta_step(inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaS
     return out.squeeze(2), DeltaStates(recent[:, 1:], memory)
 
 
-def _normed(states: Tensor, share: int) -> Tensor:
+def normed(states: Tensor, share: int) -> Tensor:
     """Return queries or keys of length 1, one for each value head: [..., Hk, Dk] -> [..., Hv, Dk]."""
     return (states * (states.square().sum(-1, keepdim=True) + _EPS).rsqrt()).repeat_interleave(share, -2)
 
