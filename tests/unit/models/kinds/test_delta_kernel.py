@@ -24,7 +24,7 @@ def test_a_kernel_that_computes_what_our_scan_does_is_used_and_that_is_said(capl
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("no_such_module", "it is not installed (pip install 'rallypoint[fla]')"),
+        ("no_such_module", "it is not installed (pip install flash-linear-attention)"),
         ("stand_in_fla.nothing", "it is not installed"),
         ("logging", "AttributeError"),
     ],
