@@ -21,7 +21,7 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import NotFiniteError, WeightsMismatchError
-from rallypoint.generation import HFEngine, Request, SamplingParams, generate, stream
+from rallypoint.generation import HFEngine, NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.server import shared_files
 from rallypoint.model_files import load_policy, outline_policy
@@ -194,6 +194,33 @@ def test_the_second_model_runner_samples_the_same_tokens_while_it_schedules_ahea
     said = servers[-1]._log.read_text()
     assert "Using V2 Model Runner" in said
     assert "Asynchronous scheduling is enabled" in said
+
+
+def test_the_second_model_runner_says_which_experts_it_chose(interpreting, prompts, tmp_path):
+    """The same as our own engine; of prompts that were read before, too, whose keys and values are still there."""
+    folder = make_tiny_model(
+        tmp_path / "model", architecture="qwen3_moe", hidden_size=64, num_heads=2, num_layers=3, intermediate_size=128,
+        max_positions=256,
+    )  # fmt: skip
+    shard = load_policy(folder, dtype="float32")
+    outline = Outline.of(outline_policy(folder, dtype="float32"))
+    launch = Launch(
+        python=interpreting, model=folder, dtype="float32", device="cpu", num_cpus=1, max_tokens=256, max_rows=64,
+        cache_bytes=64 * 512 * outline.cache_bytes_per_token, trust_remote_code=False, log=tmp_path / "vllm.log",
+        second_runner=True, records_experts=True,
+    )  # fmt: skip
+    own = NativeEngine(shard.model, max_rows=8, cache_tokens=2048, records_experts=True, version=4)
+    with contextlib.closing(VllmConnection(lambda place: ServerProcess(launch, place), version=4)) as connection:
+        engine = VLLMEngine(connection, outline, max_request_tokens=256, max_rows=64)
+        for seed in (3, 4):
+            params = dataclasses.replace(BASE, seed=seed)
+            expected = generate(own, prompts, params, version=4, group_size=2)
+            batch = generate(engine, prompts, params, version=4, group_size=2)
+            assert batch.tokens.tolist() == expected.tokens.tolist()
+            assert batch.experts is not None
+            assert expected.experts is not None
+            chosen = [experts.view(-1, 3, 2).sort(-1).values.tolist() for experts in (batch.experts, expected.experts)]
+            assert chosen[0] == chosen[1]
 
 
 def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, model, prompts):

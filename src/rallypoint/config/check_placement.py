@@ -208,11 +208,17 @@ def _routers(config: RunConfig) -> Iterator[Problem]:
     """Yield what is asked of routers that the model does not have, or that a sampler does not say."""
     engine, shape = config.rollout.engine, shape_of(config)
     replays = config.rollout.router_replay and "rollout" in config.roles
-    if replays and engine != "native":
+    if replays and engine == "hf":
         yield Problem(
             ("rollout.router_replay", "rollout.engine"),
             f"rollout.router_replay=true: rollout.engine={engine!r} does not say which experts it chose; expected "
-            "rollout.engine=native, or rollout.router_replay=false",
+            "rollout.engine=native or vllm, or rollout.router_replay=false",
+        )
+    if replays and engine == "vllm" and config.rollout.max_staleness:
+        yield Problem(
+            ("rollout.router_replay", "rollout.engine", "rollout.max_staleness"),
+            "rollout.router_replay=true with rollout.max_staleness: where weights come in the middle of a response, "
+            "rollout.engine='vllm' says the experts of the newest for all tokens; expected rollout.engine=native",
         )
     replay, coef, rate = "rollout.router_replay", "actor.router_aux_loss_coef", "actor.router_bias_update_rate"
     asked = {replay: replays, coef: config.actor.router_aux_loss_coef, rate: config.actor.router_bias_update_rate}

@@ -78,6 +78,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
         adapter_rank=_adapter_rank(model.lora),
         second_runner=context.device != "cpu",
+        records_experts=rollout.router_replay,
         num_devices=rollout.mesh.tp,
     )
     connection = VllmConnection(

@@ -291,7 +291,11 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: an engine that does not say which experts it chose": (
         "model.create.architecture=qwen3_moe rollout.router_replay=true rollout.engine=hf",
-        ("rollout.engine='hf' does not say which experts it chose; expected rollout.engine=native",),
+        ("rollout.engine='hf' does not say which experts it chose; expected rollout.engine=native or vllm",),
+    ),
+    "fit: experts of the newest weights": (
+        "model.create.architecture=qwen3_moe rollout.router_replay=true rollout.engine=vllm rollout.max_staleness=1",
+        ("rollout.engine='vllm' says the experts of the newest for all tokens", "expected rollout.engine=native"),
     ),
     "fit: a server that has other weights than were published": (
         "model.create.architecture=gpt_oss rollout.engine=vllm",

@@ -9,6 +9,7 @@ ends: the caller sets a deadline or cancels.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -134,6 +135,8 @@ class Answer:
     finish_reason: FinishReason | None
     versions: tuple[int, ...] | None
     """Version of the weights of each token; None in events before the last one."""
+    experts: bytes = b""
+    """An array of numpy's in a file: the experts of tokens that were read, [T, layers, k]; empty if not recorded."""
 
 
 def request_body(request: Request, done: tuple[int, ...], limit: int, *, stream: bool, model: str | None) -> bytes:
@@ -190,7 +193,8 @@ def read_answer(data: bytes, request: Request, num_before: int, limit: int, num_
                 for at, (token, entry) in enumerate(zip(tokens, content, strict=True))
             )
             versions = None if is_event and reason is None else _versions(spans, None if is_event else len(tokens))
-            return Answer(drawn, cast("FinishReason | None", reason), versions)
+            experts = base64.b64decode(choice.get("routed_experts") or "")
+            return Answer(drawn, cast("FinishReason | None", reason), versions, experts)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
     shown = data[:_SHOWN].decode(errors="replace") + ("..." if len(data) > _SHOWN else "")

@@ -344,6 +344,11 @@ class VLLMEngine:
         if reason is None:
             return sequence.take_outputs(None) if sequence.request.streamed else []
         outputs = sequence.take_outputs(reason)
+        if news.experts and not sequence.is_stream:
+            try:
+                outputs = self._outline.with_experts(outputs, len(sequence.request.tokens), news.experts)
+            except GenerationError as error:
+                return [self._end(sequence, "failed", error)]
         self._forget(sequence)
         return outputs
 

@@ -96,6 +96,8 @@ class Launch:
     """Rank of the adapters that are published to it; None if whole models are."""
     second_runner: bool = False
     """Whether vLLM's second model runner samples, which needs Triton."""
+    records_experts: bool = False
+    """Whether answers say which experts of a mixture tokens were sent to; only the second runner does."""
     num_devices: int = 1
     """Devices that it cuts the model over, by tensor parallelism; the first ones that this process sees."""
 
@@ -124,6 +126,7 @@ class Launch:
         flags.append("async-scheduling" if self.second_runner else "no-async-scheduling")
         # Compiling takes half a minute on a CPU, for a fifth of the time of a step.
         flags.append("enforce-eager" if self.device == "cpu" else "enable-sleep-mode")
+        flags += ["enable-return-routed-experts"] * self.records_experts
         flags += ["trust-remote-code"] * self.trust_remote_code
         if self.adapter_rank is not None:
             flags.append("enable-lora")

@@ -7,23 +7,29 @@ Owns: what is checked of weights before they are sent, and the folder that they 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from rallypoint.errors import WeightsMismatchError
+from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.families import FAMILIES
+from rallypoint.generation.protocol import Output
 from rallypoint.generation.requests import check_weights, vocabulary_of
 from rallypoint.model_files.reader import TYPES
 from rallypoint.model_files.tensor_names import Sources, sources_of, stored_tensors
 from rallypoint.models import ModelShard, named_weights
+from rallypoint.models.kinds.experts import Router, routers_of
+from rallypoint.models.kinds.router_replay import written
 
 _FILE = "model.safetensors"
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -43,6 +49,8 @@ class Outline:
     """Bytes of the keys and values of one token, or of the latents that they are made of."""
     num_cache_heads: int
     """Heads of keys and values, which devices can have apart; 1 of latents."""
+    routers: Mapping[int, Router] = dataclasses.field(default_factory=dict[int, Router])
+    """Routers of a mixture by the number of their layer."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +68,31 @@ class Outline:
         if family is not None and family.has_latents:
             num_heads, numbers = 1, config.kv_lora_rank + config.qk_rope_head_dim
         per_token = numbers * config.num_hidden_layers * next(model.parameters()).dtype.itemsize
-        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token, num_heads)
+        routers = dict(_routers(model))
+        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token, num_heads, routers)
+
+    def with_experts(self, outputs: Sequence[Output], num_prompt_tokens: int, read: bytes) -> list[Output]:
+        """Return the outputs of a whole response with the experts before each token, as they are recorded.
+
+        Args:
+            outputs: of the response.
+            num_prompt_tokens: of its prompt.
+            read: see `client.Answer.experts`.
+
+        Raises:
+            GenerationError: these are of another model, or of fewer tokens.
+        """
+        num_tokens = num_prompt_tokens + sum(len(output.tokens) for output in outputs)
+        chosen = torch.from_numpy(np.load(io.BytesIO(read)).astype(np.int64))[: num_tokens - 1]
+        if len(chosen) != num_tokens - 1 or chosen.shape[1] <= max(self.routers, default=2**31):
+            raise GenerationError(f"vllm sent experts of {list(chosen.shape)} for {num_tokens} tokens")
+        lines = written(list(self.routers.values()), [chosen[:, layer] for layer in self.routers])
+        lines = functional.pad(lines, (0, 0, 1, 0)).numpy()
+        found, at = list[Output](), num_prompt_tokens
+        for output in outputs:
+            found.append(dataclasses.replace(output, experts=lines[at : at + len(output.tokens)].tobytes()))
+            at += len(output.tokens)
+        return [*found[:-1], dataclasses.replace(found[-1], prompt_experts=lines[:num_prompt_tokens].tobytes())]
 
     def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
         """Write weights into a new folder below another one, and return it.
@@ -93,3 +125,11 @@ class Outline:
         except (OSError, SafetensorError) as error:
             raise WeightsMismatchError(f"version {version} cannot be written to {target}: {error}") from error
         return target
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[int, Router]]:
+    """Yield routers with the number of their layer."""
+    known = {id(router): router for router in routers_of(model)}
+    for name, module in model.named_modules():
+        if (router := known.get(id(module))) is not None:
+            yield next(int(part) for part in name.split(".") if part.isdigit()), router
