@@ -351,9 +351,11 @@ def _asking_for_forks(wanted: bool) -> Iterator[None]:
 
     Ray's own way to another Python, `runtime_env`, would first import Ray once more for each worker.
     """
-    prepares = ray_constants.SETUP_WORKER_FILENAME
-    if wanted:
-        ray_constants.SETUP_WORKER_FILENAME = warm.__file__  # Ray joins it to a folder; an absolute path stays
+    prepares: str | None = getattr(ray_constants, "SETUP_WORKER_FILENAME", None)
+    if not wanted or prepares is None:  # a Ray that has another name for it starts workers the slow way
+        yield
+        return
+    ray_constants.SETUP_WORKER_FILENAME = warm.__file__  # Ray joins it to a folder; an absolute path stays
     try:
         yield
     finally:
