@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,8 +35,6 @@ from rallypoint.display.theme import LEVELS, PALETTE
 from rallypoint.environments.reward import SHIPPED
 from rallypoint.observability.health import Level
 from rallypoint.observability.numbers import counted
-from rallypoint.prepare.check_reward import SHOWN_ROWS, Kind, Report
-from rallypoint.prepare.check_reward import check_reward as check
 from rallypoint.prepare.checkup import Finding, Standing
 from rallypoint.prepare.inventory import Machine, imagine, look_around
 from rallypoint.prepare.machine import (
@@ -51,6 +50,9 @@ from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.preflight import file_problems, find_wanted, load_checked, load_named
 from rallypoint.prepare.step_time import StepTime
 from rallypoint.run.folder import RunFolder, anchored
+
+if TYPE_CHECKING:
+    from rallypoint.prepare.check_reward import Kind, Report
 
 _MAX_VALUE_CELLS, _INDENT = 20, "    "
 
@@ -312,6 +314,9 @@ def _console() -> Console:
 
 def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int:
     """Print a table of answers, scores and times; return 1 if there is something to look at, else 0."""
+    from rallypoint.prepare.check_reward import SHOWN_ROWS  # heavy, and of no use to the other commands
+    from rallypoint.prepare.check_reward import check_reward as check
+
     console = Console(highlight=False)
     config = load_named(recipe, overrides).config
     with console.status("") as status:
