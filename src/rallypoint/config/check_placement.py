@@ -121,8 +121,8 @@ def _server(config: RunConfig) -> Iterator[Problem]:
         own = f"cluster.pools={{{pool}: [1], rollout: [1]}} rollout.placement.pool=rollout"
         yield Problem(
             ("rollout.mesh.tp", "rollout.placement.pool"),
-            f"rollout.mesh.tp={tp}: processes of pool {pool!r}, where {', '.join(sorted(beside))} is too, have one "
-            f"device each; expected a pool for rollouts alone, each process of which then has {tp}, such as {own}",
+            f"rollout.mesh.tp={tp}: pool {pool!r} has other roles, too ({', '.join(sorted(beside))}), and one device "
+            f"for each process; expected a pool for rollouts alone, each process of which then has {tp}, such as {own}",
         )
     if (gpus := config.cluster.num_gpus_per_process) != 1 and config.cluster.device != "cpu":
         yield Problem(

@@ -248,7 +248,11 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: several devices beside the actor": (
         "rollout.engine=vllm rollout.mesh.tp=2",
-        ("rollout.mesh.tp=2: processes of pool 'main', where actor,", "cluster.pools={main: [1], rollout: [1]}"),
+        (
+            "rollout.mesh.tp=2: pool 'main' has other roles, too (actor,",
+            "one device for each process",
+            "cluster.pools={main: [1], rollout: [1]}",
+        ),
     ),
     "fit: heads and the devices of a server": (
         "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.engine=vllm rollout.mesh.tp=3",

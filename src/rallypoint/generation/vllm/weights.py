@@ -80,11 +80,14 @@ class Outline:
             read: see `client.Answer.experts`.
 
         Raises:
-            GenerationError: these are of another model, or of fewer tokens.
+            GenerationError: these are of another model, or of fewer tokens, or no array.
         """
         num_tokens = num_prompt_tokens + sum(len(output.tokens) for output in outputs)
-        chosen = torch.from_numpy(np.load(io.BytesIO(read)).astype(np.int64))[: num_tokens - 1]
-        if len(chosen) != num_tokens - 1 or chosen.shape[1] <= max(self.routers, default=2**31):
+        try:
+            chosen = torch.from_numpy(np.load(io.BytesIO(read)).astype(np.int64))[: num_tokens - 1]
+        except (ValueError, EOFError) as error:
+            raise GenerationError(f"vllm sent experts that cannot be read: {error}") from error
+        if chosen.dim() != 3 or len(chosen) != num_tokens - 1 or chosen.shape[1] <= max(self.routers, default=2**31):
             raise GenerationError(f"vllm sent experts of {list(chosen.shape)} for {num_tokens} tokens")
         lines = written(list(self.routers.values()), [chosen[:, layer] for layer in self.routers])
         lines = functional.pad(lines, (0, 0, 1, 0)).numpy()
