@@ -3,8 +3,8 @@
 Latent attention (MLA, arXiv 2405.04434): keys and values of all heads are products of one small latent of a token, and
 so may queries be. Every rank of `tp` has what makes latents, and some heads. Keys have a part that is rotated and the
 same for all heads, so that they are wider than values. That runs transformers' code. Biases of routers choose experts,
-some groups of them for each token; an MLP that all tokens pass stands beside them, of which every rank of `tp` has all.
-The layer that predicts a second token ahead is left out, in files too.
+some groups of them for each token; an MLP that all tokens pass stands beside them. The layer that predicts a second
+token ahead is left out, in files too.
 """
 
 from rallypoint.families.family import GATED_MLP, STORED_EXPERTS, Cut, Family, Norm, small_routed_experts
@@ -23,7 +23,7 @@ LATENT_ATTENTION = {
 
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
-    {"self_attn": LATENT_ATTENTION, "mlp": GATED_MLP},
+    {"self_attn": LATENT_ATTENTION, "mlp": GATED_MLP, "mlp.shared_experts": GATED_MLP},
     norms={"DeepseekV3RMSNorm": Norm()},
     mlps=("DeepseekV3MLP",),
     biased_routers=("DeepseekV3TopkRouter",),

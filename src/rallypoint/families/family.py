@@ -3,7 +3,7 @@
 A decoder layer has two blocks, attention and MLP. On every rank of a tensor-parallel group, a block gets the whole
 input and computes a term of its output from the rank's part: heads, or columns of the MLP. So a weight inside a block
 is either cut, or its gradient is summed over ranks. Outside the blocks, every rank has and computes everything. In a
-mixture of experts the experts are the block, and the router is outside.
+mixture the experts are a block, and the MLP beside them is one; the router is outside.
 
 Only facts, without torch or transformers: configs are checked against them before anything is loaded. Classes of
 modules are named where ours compute the same; transformers' own code runs for all others.
@@ -59,10 +59,9 @@ class Family:
     within: str | None = None
     """Value of `model_type` of models that see as well, whose files hold it as their `language_model`."""
     linear_attentions: tuple[str, ...] = ()
-    """Classes of layers that compute the gated delta rule as in Qwen3.5; every rank of `tp` has all of one."""
+    """Classes of layers that compute the gated delta rule as in Qwen3.5."""
     has_latents: bool = False
     """Whether keys and values of all heads are products of one latent of a token, as in DeepSeek-V3."""
-    """Classes of layers that compute the gated delta rule as in Qwen3.5."""
     grouped: tuple[str, ...] = ()
     """Modules of these with all queries, keys and values, one below the other in files; see `linear_attention`."""
     experts: str | None = None

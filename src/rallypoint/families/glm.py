@@ -2,7 +2,7 @@
 
 A part of each head is rotated, queries, keys and values may have biases, and some models normalize heads; their
 attention runs transformers' code. Routers are those of DeepSeek-V3. An MLP that all tokens pass stands beside the
-experts; every rank of `tp` has all of it. The layer that predicts a second token ahead is left out, in files too.
+experts. The layer that predicts a second token ahead is left out, in files too.
 """
 
 from rallypoint.families.family import (
@@ -17,7 +17,7 @@ from rallypoint.families.family import (
 
 GLM4_MOE = Family(
     "glm4_moe",
-    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP},
+    {"self_attn": ATTENTION | HEAD_NORMS, "mlp": GATED_MLP, "mlp.shared_experts": GATED_MLP},
     norms={"Glm4MoeRMSNorm": Norm()},
     mlps=("Glm4MoeMLP",),
     biased_routers=("Glm4MoeTopkRouter",),

@@ -3,8 +3,8 @@
 Qwen2 (arXiv 2407.10671, 2412.15115) has biases on queries, keys and values; Qwen3 (2505.09388) normalizes queries
 and keys, head by head. Some layers of a mixture may have a plain MLP. Three of four layers of a hybrid have linear
 attention (arXiv 2412.06464), and the output of the others' attention is gated: that runs transformers' code. In
-hybrids that are mixtures an MLP that all tokens pass stands beside the experts; every rank of `tp` has all of it. The
-files of Qwen3.5 have all experts of a layer in one tensor.
+hybrids that are mixtures an MLP that all tokens pass stands beside the experts. The files of Qwen3.5 have all experts
+of a layer in one tensor.
 """
 
 from rallypoint.families.family import (
@@ -76,6 +76,7 @@ QWEN3_5_MOE = Family(
         "self_attn": ATTENTION | HEAD_NORMS,
         "linear_attn": _QWEN3_5_DELTA_RULE,
         "mlp": GATED_MLP,
+        "mlp.shared_expert": GATED_MLP,
     },
     norms={"Qwen3_5MoeRMSNorm": Norm(eps="eps", offset=1.0)},
     mlps=("Qwen3_5MoeMLP",),
@@ -95,6 +96,7 @@ QWEN3_NEXT = Family(
         "self_attn": ATTENTION | HEAD_NORMS,
         "linear_attn": _QWEN3_NEXT_DELTA_RULE,
         "mlp": GATED_MLP,
+        "mlp.shared_expert": GATED_MLP,
     },
     norms={"Qwen3NextRMSNorm": Norm(eps="eps", offset=1.0)},
     mlps=("Qwen3NextMLP",),

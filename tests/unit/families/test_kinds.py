@@ -106,13 +106,13 @@ def test_a_mixture_without_dense_layers_needs_no_size_of_dense_ones():
     assert shape.inner_size == 2 * 8
 
 
-def test_an_mlp_beside_experts_is_whole_on_every_rank_and_all_tokens_pass_it():
+def test_an_mlp_beside_experts_is_cut_by_its_columns_and_all_tokens_pass_it():
     experts = Experts(16, num_experts=6, num_chosen=2, size=8, shared_size=8, gates_shared=True)
     assert experts.num_parameters == 6 * 3 * 8 * 16 + 6 * 16 + 3 * 8 * 16 + 16
-    assert experts.num_uncut_parameters == 3 * 8 * 16 + 16
+    assert experts.num_uncut_parameters == 0
     assert experts.width == 3 * 8
-    assert experts.part(2, None).width == 2 * 4 + 8
-    assert experts.part(2, 3).width == 3 * 2 * 8 + 8, "room for the tokens of three ranks"
+    assert experts.part(2, None).width == 2 * 4 + 4
+    assert experts.part(2, 3).width == 3 * 2 * 8 + 4, "room for the tokens of three ranks"
     assert experts.of_ep_rank(3).num_parameters == experts.num_parameters - 4 * (3 * 8 + 1) * 16
 
 

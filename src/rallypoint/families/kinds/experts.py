@@ -13,7 +13,7 @@ from rallypoint.families.kinds.mlp import gated_products
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experts(PerToken):
-    """Experts are MLPs with a gate. What stands beside them has a width, too, and every rank of `tp` has all of it."""
+    """Experts are MLPs with a gate. What stands beside them is one, too."""
 
     num_experts: int
     num_chosen: int
@@ -73,15 +73,13 @@ class Experts(PerToken):
     def num_parameters(self) -> int:
         expert = 3 * self.size * self.hidden_size + (2 * self.size + self.hidden_size) * self.has_biases
         of_router = self.hidden_size + self.has_biases
-        return self.num_experts * (expert + of_router) + self.num_uncut_parameters
-
-    @property
-    def num_uncut_parameters(self) -> int:
-        return self.hidden_size * (3 * self.shared_size + self.gates_shared)
+        beside = self.hidden_size * (3 * self.shared_size + self.gates_shared)
+        return self.num_experts * (expert + of_router) + beside
 
     @property
     def shared_by_tp(self) -> Mapping[str, int]:
-        return {"experts": self.num_experts}
+        beside = {"columns of the MLP beside experts": self.shared_size} if self.shared_size else {}
+        return {"experts": self.num_experts} | beside
 
     def shared_by_ep(self, tp: int) -> Mapping[str, int]:
         return {"experts of a tp rank": self.num_experts // tp}
@@ -91,6 +89,7 @@ class Experts(PerToken):
 
     def part(self, tp: int, ep: int | None) -> Self:
         """Each rank of `tp` has some experts: their part of the work on average, or room for all of it."""
+        cut = dataclasses.replace(self, shared_size=-(-self.shared_size // tp))
         if ep is not None:
-            return dataclasses.replace(self, num_chosen=self.num_chosen * ep)
-        return dataclasses.replace(self, size=-(-self.size // tp))
+            return dataclasses.replace(cut, num_chosen=self.num_chosen * ep)
+        return dataclasses.replace(cut, size=-(-self.size // tp))
