@@ -10,7 +10,7 @@ from rallypoint.config.fields import Problem, shown
 from rallypoint.config.limits import BLOCK_TOKENS, MIN_TEMPERATURE, MOST_VLLM_RANK
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.sections.material import LoRAConfig, path_of, weight_of
-from rallypoint.config.shape import shape_of
+from rallypoint.config.shape import known_adapter, shape_of
 from rallypoint.config.tree import RunConfig, row_limit
 from rallypoint.config.unread import without_effect
 from rallypoint.families import FAMILIES, MIXTURES
@@ -217,11 +217,19 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
     lora = config.model.lora
     if lora is None:
         return
-    if not lora.target_modules:
+    if not lora.target_modules and not lora.target_parameters:
         yield Problem(
             ("model.lora.target_modules",),
             "model.lora.target_modules is empty, so nothing would be trained; expected all-linear, or names such as "
             "[q_proj, v_proj]",
+        )
+    shape = shape_of(config)
+    if lora.target_parameters and shape is not None and shape.model_type not in MIXTURES:
+        yield Problem(
+            ("model.lora.target_parameters",),
+            f"model.lora.target_parameters={shown(lora.target_parameters)}: models of type {shape.model_type!r} have "
+            f"no experts that are known; those of type {', '.join(MIXTURES)} have. Linear layers are "
+            "model.lora.target_modules",
         )
     if lora.path is None:
         return
@@ -349,11 +357,19 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             "rollout.exact=true is for our own engine: with rollout.engine=vllm the last bits of logits depend on "
             "what else is in the batch; use rollout.engine=native",
         )
-    if config.model.lora is not None and config.model.lora.rank > MOST_VLLM_RANK:
+    lora = config.model.lora and known_adapter(config.model.lora)
+    if lora is not None and lora.rank > MOST_VLLM_RANK:
         yield Problem(
             ("model.lora.rank", "rollout.engine"),
-            f"model.lora.rank={config.model.lora.rank} is more than rollout.engine='vllm' has room for; expected at "
-            f"most {MOST_VLLM_RANK}, or rollout.engine=native",
+            f"model.lora.rank={lora.rank} is more than rollout.engine='vllm' has room for; expected at most "
+            f"{MOST_VLLM_RANK}, or rollout.engine=native",
+        )
+    if lora is not None and lora.target_parameters:
+        yield Problem(
+            ("model.lora.path" if lora.path else "model.lora.target_parameters", "rollout.engine"),
+            f"rollout.engine='vllm' takes adapters of linear layers only, and these have experts "
+            f"(target_parameters={shown(lora.target_parameters)}); use rollout.engine=native, or "
+            "model.lora.target_parameters=[]",
         )
     if config.rollout.weights not in ("auto", "folder"):
         yield Problem(

@@ -118,16 +118,27 @@ class ModelShape:
         return self.num_critic_parameters - 1
 
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
-        """Weights of A and B of the adapted products; of an adapter in a folder, of its rank and all layers."""
+        """Weights of A and B of the adapted products and experts; of an adapter in a folder, those of all layers."""
+        lora = known_adapter(lora)
+
+        def is_adapted(name: str, targets: Sequence[str]) -> bool:
+            return any(target == name or target.endswith(f".{name}") for target in targets)
 
         def adapted(kind: Kind) -> int:
-            return sum(
+            everything = "all-linear" in lora.target_modules
+            of_products = (
                 sum(sizes)
                 for name, sizes in kind.products.items()
-                if any(target in (name, "all-linear") or target.endswith(f".{name}") for target in lora.target_modules)
+                if everything or is_adapted(name, lora.target_modules)
             )
+            of_stacks = (
+                num * (inputs + outputs)
+                for name, (num, inputs, outputs) in kind.stacks.items()
+                if is_adapted(name, lora.target_parameters)
+            )
+            return sum(of_products) + sum(of_stacks)
 
-        return _rank_of(lora) * self._sum(adapted)
+        return lora.rank * self._sum(adapted)
 
     @property
     def token_cost(self) -> int:
@@ -236,12 +247,17 @@ def parse_shape(values: Mapping[str, Any]) -> ModelShape | None:
         return None
 
 
-def _rank_of(lora: LoRAConfig) -> int:
-    """Return the rank, which a folder knows of its adapter."""
+def known_adapter(lora: LoRAConfig) -> LoRAConfig:
+    """Return a config with the rank and the experts that the folder of its adapter says, if there is one."""
+    if lora.path is None:
+        return lora
+    file = Path(lora.path).expanduser() / "adapter_config.json"
     try:
-        return int(json.loads((Path(lora.path or "") / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return lora.rank
+        said = json.loads(file.read_text(encoding="utf-8"))
+        experts = tuple(map(str, said.get("target_parameters") or ()))
+        return lora.model_copy(update={"rank": int(said["r"]), "target_parameters": experts})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return lora
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape | None:

@@ -138,7 +138,11 @@ def save_tensors(
         CheckpointError: the disk is full or not writable, on any rank; no partial file is left.
     """
     how = how or Writing()
-    specs = {name: Spec(tensor.dtype, parts[name].shape) for name, tensor in tensors.items()}
+    specs = {
+        piece.tensor: Spec(tensor.dtype, piece.stored.shape)
+        for name, tensor in tensors.items()
+        for piece in sources(name, parts[name].shape)
+    }
     puts = _stored(sources, _puts(tensors, parts, mesh, how))
     with _explained(path, specs, mesh):
         _write({path: specs}, puts, mesh, how, before=before)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen linear layers with a small trained update.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen linear layers and experts with a small trained update.
 
 Owns: the layer, which layers of a model are adapted, how adapters are cut over ranks, their initial values, merging.
 Must not know: files (`model_files.adapters`), or who trains. Invariants: the weights of the base model keep their names
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,6 +22,18 @@ from transformers import PreTrainedModel
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.families import MIXTURES
+from rallypoint.models.kinds.expert_adapters import (
+    MATRICES,
+    LoRAExperts,
+    add_update,
+    do_products_aside,
+    merged_updates,
+    remove_updates,
+    scaling_of,
+    update_name,
+    updated_weight,
+)
 from rallypoint.models.part import Part
 from rallypoint.models.tensor_parallel import AddendLinear, TensorParts
 
@@ -73,7 +84,7 @@ class LoRALinear(nn.Linear):
     @property
     def scaling(self) -> float:
         """Factor of the update."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102 - torch's own name; see the class
         frozen = functional.linear(input, self.weight, self.bias if self._adds_bias else None)
@@ -108,7 +119,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
 
     A rank with some outputs of a layer (rows of W) has all of A and the same rows of B; gradients of A are summed over
     ranks. A rank with some inputs (columns of W) has the same columns of A and all of B, whose gradients are summed.
-    Where gradients of W are summed, those of A and B are.
+    Where gradients of W are summed, those of A and B are. A rank with some experts of a layer has A and B of these.
 
     Args:
         model: changed in place; the updates are on the devices of their layers, uninitialized.
@@ -119,8 +130,8 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         The parts of the model and its adapters that this rank has.
 
     Raises:
-        ModelError: a target matches no linear layer of the decoder (the nearest names are given), the model lacks a
-            module of `whole`, or it is one of two that share their weight.
+        ModelError: a target matches no linear layer or no matrices of experts of the decoder (the nearest names are
+            given), the model lacks a module of `whole`, or it is one of two that share their weight.
     """
     lora = adapters.lora
     names = {name for name, _ in model.named_modules()}
@@ -145,9 +156,32 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters, cut: TensorParts) -
         if f"{name}.weight" in cut.summed:
             summed |= {a, b}
         summed |= {a} if num_outputs < outputs else {b} if num_inputs < inputs else set()
+    of_experts = _adapt_experts(model, lora, cut)
     for name in adapters.whole:
         model.get_submodule(name).requires_grad_(True)
-    return TensorParts(parts, frozenset(summed), cut.dealt)
+    return TensorParts({**parts, **of_experts.parts}, frozenset(summed), of_experts.dealt)
+
+
+def _adapt_experts(model: PreTrainedModel, lora: LoRAConfig, cut: TensorParts) -> TensorParts:
+    """Do as `add_adapters` for experts, and return the parts of their updates."""
+    parts, dealt = dict[str, Part](), set(cut.dealt)
+    for name in _expert_targets(model, lora.target_parameters):
+        layer, _, matrix = name.rpartition(".")
+        experts, of_weight = model.get_submodule(layer), cut.parts[name]
+        update = LoRAExperts(
+            experts.get_parameter(matrix),
+            is_transposed=bool(experts.is_transposed),
+            rank=lora.rank,
+            alpha=lora.alpha,
+            rslora=lora.rslora,
+        )
+        add_update(experts, matrix, update)
+        (num_experts, *_), (first, *_), (num_here, *_) = of_weight.shape, of_weight.starts, of_weight.sizes
+        for suffix, weight in ((A, update.lora_A.weight), (B, update.lora_B.weight)):
+            full = update_name(layer, matrix) + suffix
+            parts[full] = Part.whole([num_experts, *weight.shape[1:]]).narrow(0, first, num_here)
+            dealt |= {full} if name in cut.dealt else set()
+    return TensorParts(parts, frozenset(), frozenset(dealt))
 
 
 def _check_not_tied(model: PreTrainedModel, whole: Sequence[str]) -> None:
@@ -174,13 +208,12 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
     Args:
         name: of the layer.
-        shape: [rank, M], the whole of A.
+        shape: [rank, M] or of experts [X, rank, M], the whole of A.
         seed: of the run.
     """
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
-    rank, num_inputs = shape
-    bound = num_inputs**-0.5
-    return torch.empty(rank, num_inputs).uniform_(-bound, bound, generator=generator)
+    bound = shape[-1] ** -0.5
+    return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
 def is_adapter_weight(name: str) -> bool:
@@ -197,17 +230,29 @@ def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
+def adapted_experts(model: nn.Module) -> dict[str, LoRAExperts]:
+    """Return the updates of experts of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRAExperts)}
+
+
 def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Give a model the adapters of another one, if it has any, without their values.
+    """Give a model the adapters of another one, if it has any, without their values, to count its operations.
 
     Args:
         other: model with adapters, whole or cut.
         model: the same model, whole; changed in place.
     """
-    if layers := adapted_layers(other):
-        one = next(iter(layers.values()))
-        lora = LoRAConfig(rank=one.rank, alpha=one.alpha, rslora=one.rslora, target_modules=tuple(layers))
+    layers, stacks = adapted_layers(other), adapted_experts(other)
+    if one := next(iter([*layers.values(), *stacks.values()]), None):
+        lora = LoRAConfig(
+            rank=one.rank,
+            alpha=one.alpha,
+            rslora=one.rslora,
+            target_modules=tuple(layers),
+            target_parameters=tuple(map(updated_weight, stacks)),
+        )
         add_adapters(model, Adapters(lora, (), None), TensorParts.whole(model))
+        do_products_aside(model)
 
 
 def merge_layers(model: nn.Module) -> None:
@@ -216,6 +261,11 @@ def merge_layers(model: nn.Module) -> None:
         plain = nn.Linear(adapted.in_features, adapted.out_features, bias=False, device="meta")
         plain.weight, plain.bias = nn.Parameter(adapted.merged(), requires_grad=False), adapted.bias
         model.set_submodule(name, plain)
+    for layer in {updated_weight(name).rpartition(".")[0] for name in adapted_experts(model)}:
+        experts = model.get_submodule(layer)
+        for matrix, weight in merged_updates(experts).items():
+            setattr(experts, matrix, nn.Parameter(weight, requires_grad=False))
+        remove_updates(experts)
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -228,6 +278,14 @@ def short_names(model: PreTrainedModel) -> list[str]:
     chosen = set(adapted_layers(model))
     endings = sorted({name.rpartition(".")[2] for name in chosen})
     return endings if set(_named(endings, _linear_layers(model))) == chosen else sorted(chosen)
+
+
+def short_parameters(model: PreTrainedModel) -> list[str]:
+    """Return likewise the shortest targets that match exactly the adapted matrices of experts."""
+    chosen = {updated_weight(name) for name in adapted_experts(model)}
+    family = MIXTURES.get(str(model.config.model_type))
+    endings = sorted({f"{family.experts}.{name.rpartition('.')[2]}" for name in chosen}) if family else []
+    return endings if set(_named(endings, _stacks(model))) == chosen else sorted(chosen)
 
 
 def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
@@ -243,6 +301,34 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
             f"{type(model).__name__}; did you mean {', '.join(near or sorted(endings))}? Others are not adapted"
         )
     return layers if ALL_LINEAR in wanted else _named(wanted, layers)
+
+
+def _expert_targets(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
+    """Return the names of the weights of experts that targets match."""
+    stacks = _stacks(model)
+    if unknown := [name for name in wanted if not _named([name], stacks)]:
+        family = MIXTURES.get(str(model.config.model_type))
+        endings = [f"{family.experts}.{matrix}" for matrix in MATRICES] if family else []
+        remedy = f"expected {' or '.join(endings)}" if endings else (
+            f"it has no experts; models of type {', '.join(MIXTURES)} have. Linear layers are model.lora.target_modules"
+        )  # fmt: skip
+        raise ModelError(
+            f"model.lora.target_parameters: {', '.join(map(repr, unknown))} matches no matrices of experts in the "
+            f"decoder of {type(model).__name__}; {remedy}"
+        )
+    return _named(wanted, stacks)
+
+
+def _stacks(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the matrices of experts, in the order of the model."""
+    family = MIXTURES.get(str(model.config.model_type))
+    if family is None:
+        return []
+    inside = {id(module) for module in model.base_model.modules()}
+    return [
+        f"{name}.{matrix}" for name, module in model.named_modules()
+        if id(module) in inside and name.endswith(f".{family.experts}") for matrix in MATRICES
+    ]  # fmt: skip
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

@@ -38,7 +38,8 @@ def main():
         model_init_kwargs={"dtype": torch.bfloat16},
     )
     config.temperature = 0.9
-    peft = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if args.lora else None
+    experts = ["mlp.experts.down_proj"]
+    peft = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts) if args.lora else None
     tokenizer = AutoTokenizer.from_pretrained("own/model")
     model = AutoModelForCausalLM.from_pretrained("own/model", device_map="auto")
     trainer = GRPOTrainer(
@@ -76,6 +77,7 @@ def test_a_script_is_read_with_its_values_its_command_line_and_what_it_gives_the
         "model.lora.rank": 4,
         "model.lora.alpha": 8,  # PEFT's own
         "model.lora.target_modules": ["q_proj"],
+        "model.lora.target_parameters": ["mlp.experts.down_proj"],
         "data.train": ["train.jsonl"],
         "actor.optimizer.lr": 3e-6,
         "rollout.group_size": 8,

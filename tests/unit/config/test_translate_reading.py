@@ -197,3 +197,5 @@ def test_an_adapter_of_trl_has_a_switch():
     on = from_trl("trl sft --lora_r 8 --use_peft")
     assert (on.keys["model.lora.rank"], on.keys["model.lora.alpha"], on.unknown) == (8, 32, [])
     assert "lora_alpha=32" in on.usual
+    experts = from_trl("trl grpo --use_peft --lora_target_parameters mlp.experts.down_proj")
+    assert (experts.keys["model.lora.target_parameters"], experts.unknown) == ("mlp.experts.down_proj", [])

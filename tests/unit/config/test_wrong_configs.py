@@ -450,6 +450,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "range: rows beyond all memory": ("rollout.num_prompts=1000000000000", ("num_prompts=", "from 1 to 1048576")),
     "type: digits without end": ("rollout.stop=[" + "1" * 5000 + "]", ("rollout.stop (command line): ", "digits")),
     "unknown: dropout": ("model.lora.dropout=0.1", ("model.lora.dropout=0.1", "the keys rank, alpha")),
+    "fit: adapters of experts of a dense model": (
+        "model.lora.target_parameters=[mlp.experts.down_proj]",
+        ("models of type 'llama' have no experts", "qwen3_moe", "model.lora.target_modules"),
+    ),
+    "fit: vllm and adapters of experts": (
+        "model.create.architecture=qwen3_moe rollout.engine=vllm cluster.device=cuda "
+        "model.lora.target_parameters=[mlp.experts.down_proj]",
+        ("rollout.engine='vllm' takes adapters of linear layers only", "use rollout.engine=native"),
+    ),
     "fit: nothing to adapt": ("model.lora.target_modules=[]", ("target_modules is empty", "[q_proj, v_proj]")),
     "fit: two ranks": (
         "model.lora.path=adapter model.lora.rank=8",

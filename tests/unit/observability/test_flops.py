@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_families import make_family_model
 from tiny_models import make_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -154,6 +155,19 @@ def test_frozen_weights_have_no_gradient_and_adapters_have(adapted_folder: str):
     assert counted.backward.per_token == 2 * (inputs + LAYERS * (sum(a) + sum(b)))
     assert counted.backward.per_pair == 2 * counted.forward.per_pair
     assert counted.backward.per_output == counted.forward.per_output
+
+
+def test_adapters_of_experts_are_counted_for_the_experts_of_a_token(tmp_path):
+    folder, rank = make_family_model(tmp_path / "qwen3_moe", "qwen3_moe"), 4
+    counts = []
+    for lora in (LoRAConfig(rank=rank), LoRAConfig(rank=rank, target_parameters=("experts.down_proj",))):
+        model = load_policy(folder, dtype="float32", lora=lora).model
+        counts.append(flops_of(model, functools.partial(adapt_alike, model)))
+    plain, adapted = counts
+    products = 2 * model.config.num_experts_per_tok * rank * (8 + 16)  # of both layers
+    assert adapted.forward.per_token - plain.forward.per_token == 2 * products
+    assert adapted.backward.per_token - plain.backward.per_token == 2 * 2 * products
+    assert adapted.forward.per_pair == plain.forward.per_pair
 
 
 def test_a_rank_counts_the_whole_model(adapted_folder: str, on_mesh: Callable[..., Any]):

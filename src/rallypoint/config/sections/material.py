@@ -32,12 +32,15 @@ class CreateModelConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank updates of linear layers (arXiv 2106.09685), in PEFT's format; everything else is frozen."""
+    """Low-rank updates of linear layers and experts (arXiv 2106.09685), in PEFT's format; all else is frozen."""
 
     rank: int = key(32, at_least=1, at_most=2**16, help="Rows of A and columns of B.")
     alpha: float = key(32.0, above=0, help="The update is scaled by alpha / rank.")
     rslora: bool = key(False, help="Scale by alpha / sqrt(rank) instead (arXiv 2312.03732).")
     target_modules: Texts = key(("all-linear",), help="Layers of the decoder, by the ends of their names.")
+    target_parameters: Texts = key(
+        (), hidden=True, help="Matrices of experts, by the ends of their names, such as mlp.experts.down_proj."
+    )
     path: str | None = key(None, help="Adapter to start the actor from; its folder has the other keys.")
 
 

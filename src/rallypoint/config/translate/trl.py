@@ -284,7 +284,11 @@ def _name_differences(kind: str, ends: Ends, found: Translation) -> None:
 
 def _set_lora(ends: Ends, found: Translation) -> None:
     """Its commands have keys of an adapter that say nothing without a switch."""
-    keys = [name for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if ends.has(name)]
+    keys = [
+        name
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
+        if ends.has(name)
+    ]
     if not ends.get("use_peft", False):
         found.open |= {f"{name}={ends.get(name)}": "it says nothing without use_peft" for name in keys}
         return

@@ -140,7 +140,7 @@ def _take_adapter(script: Script, adapter: object) -> None:
         script.keys["use_peft"] = PEFT
         for name, value in adapter.given.items():
             if not _is_idle(name, value):
-                if name in {"r", "lora_alpha", "lora_dropout", "target_modules"}:
+                if name in {"r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters"}:
                     _take(script, name, value, f"{PEFT}: ")
                 else:
                     script.lost[f"{PEFT}({name}={_written(value)})"] = "cannot be translated: adapters have no such key"

@@ -59,7 +59,15 @@ class Experts(PerToken):
 
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:
-        return gated_products(self.hidden_size, self.shared_size) if self.shared_size else {}
+        gate = {"shared_expert_gate": (self.hidden_size, 1)} if self.gates_shared else {}
+        return {**gated_products(self.hidden_size, self.shared_size), **gate} if self.shared_size else {}
+
+    @property
+    def stacks(self) -> Mapping[str, tuple[int, int, int]]:
+        return {
+            "gate_up_proj": (self.num_experts, self.hidden_size, 2 * self.size),
+            "down_proj": (self.num_experts, self.size, self.hidden_size),
+        }
 
     @property
     def width(self) -> int:

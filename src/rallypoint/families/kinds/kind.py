@@ -49,6 +49,11 @@ class Kind(abc.ABC):
         """Linear layers that all tokens pass, which adapters may stand beside -> their inputs and outputs."""
 
     @property
+    def stacks(self) -> Mapping[str, tuple[int, int, int]]:
+        """Stacks of matrices that adapters may stand beside -> how many matrices, their inputs and outputs."""
+        return {}
+
+    @property
     def num_parameters(self) -> int:
         """Weights: those of products, and others."""
         return sum(map(math.prod, self.products.values()))

@@ -22,6 +22,8 @@ class LinearAttention(Mixer):
     value_dim: int
     width: int
     """Tokens that the convolution sees."""
+    joins_inputs: bool = False
+    """Whether two products make of a token what four do elsewhere, as in Qwen3-Next."""
 
     inexact: ClassVar[str | None] = (
         "linear attention, whose states are computed token after token, and prompts in chunks"
@@ -29,7 +31,6 @@ class LinearAttention(Mixer):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
-        del family
         num_layers = int(values["num_hidden_layers"])
         if "linear_num_key_heads" not in values:
             return [None] * num_layers
@@ -38,7 +39,9 @@ class LinearAttention(Mixer):
             "full_attention" if layer % every == 0 else "linear_attention" for layer in range(1, 1 + num_layers)
         ]
         fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        layer = cls(int(values["hidden_size"]), *(int(values[f"linear_{field}"]) for field in fields))
+        sizes = (int(values[f"linear_{field}"]) for field in fields)
+        joins = family is not None and "in_proj_qkvz" in family.blocks.get("linear_attn", ())
+        layer = cls(int(values["hidden_size"]), *sizes, joins_inputs=joins)
         return [layer if name == "linear_attention" else None for name in names]
 
     @classmethod
@@ -58,6 +61,12 @@ class LinearAttention(Mixer):
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:
         hidden, values = self.hidden_size, self.num_values * self.value_dim
+        if self.joins_inputs:
+            return {
+                "in_proj_qkvz": (hidden, self.num_channels + values),
+                "in_proj_ba": (hidden, 2 * self.num_values),
+                "out_proj": (values, hidden),
+            }
         return {
             "in_proj_qkv": (hidden, self.num_channels),
             "in_proj_z": (hidden, values),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rallypoint.cpu.forms import computes_in_pieces
 from rallypoint.families import FAMILIES
+from rallypoint.models.kinds.expert_adapters import MATRICES, Factors, LoRAExperts, merged_updates, update_of
 from rallypoint.parallel import Collective
 
 EXPERTS, OWN_CODE = "rallypoint_experts", "rallypoint_own_code"
@@ -43,6 +45,8 @@ class Experts(Protocol):
     has_bias: bool
     is_transposed: bool
     """Whether both matrices lie the other way: [X, E, 2 * I] and [X, I, E]."""
+    _parameters: Mapping[str, Tensor]
+    """All of the above."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """[..., 2 * I] -> [..., I]."""
@@ -259,22 +263,37 @@ def _one_by_one(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor)
     # Unbound, so that the backward pass allocates each weight's gradient once, not once per expert.
     gate_ups, downs = (matrix.unbind() for matrix in _by_outputs(experts))
     up_biases, down_biases = ([None] * num_experts if bias is None else bias.unbind() for bias in _biases(experts))
+    of_ups, of_downs = ([None] * num_experts if update is None else update.factors() for update in _updates(experts))
     # At least one, so that states and weights have gradients even if no token is sent here.
     active = [expert for expert, count in enumerate(counts) if count] or [0]
     groups = tokens.index_select(0, order[: sum(counts)]).split([counts[expert] for expert in active])
     for expert, group in zip(active, groups, strict=True):
         missing = max(0, least - len(group))
         filled = functional.pad(group, (0, 0, 0, missing)) if missing else group
-        gate_up = functional.linear(filled, gate_ups[expert], up_biases[expert])
+        gate_up = _product(filled, gate_ups[expert], up_biases[expert], of_ups[expert])
         gated = experts._apply_gate(gate_up)
-        outs.append(functional.linear(gated, downs[expert], down_biases[expert])[: len(group)])
+        outs.append(_product(gated, downs[expert], down_biases[expert], of_downs[expert])[: len(group)])
     return torch.cat(outs)
+
+
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None, update: Factors | None) -> Tensor:
+    """Return what a matrix, and its update if it has one, make of the tokens of an expert: [n, M] -> [n, N]."""
+    out = functional.linear(states, weight, bias)
+    if update is None:
+        return out
+    a, b, scaling = update
+    return out.addmm_(states @ a.T, b.T, alpha=scaling)
 
 
 def _by_outputs(experts: Experts) -> Sequence[Tensor]:
     """Return both matrices of all experts: [X, 2 * I, E] and [X, E, I]."""
     matrices = experts.gate_up_proj, experts.down_proj
     return [matrix.transpose(1, 2) for matrix in matrices] if experts.is_transposed else matrices
+
+
+def _updates(experts: Experts) -> Sequence[LoRAExperts | None]:
+    """Return the updates of both matrices, if they have any."""
+    return [update_of(cast("nn.Module", experts), matrix) for matrix in MATRICES]
 
 
 def _biases(experts: Experts) -> Sequence[Tensor | None]:
@@ -292,15 +311,21 @@ def _at_once(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) ->
     is_here = (torch.arange(len(tokens), device=chosen.device) < ends[-1]).unsqueeze(1)
     tokens = torch.where(is_here, tokens.index_select(0, order), 0.0)
     gate_ups, downs = (matrix.transpose(1, 2) for matrix in _by_outputs(experts))
-    up_bias, down_bias = _biases(experts)
+    (up_bias, down_bias), (of_up, of_down) = _biases(experts), _updates(experts)
     # A product gives each token the bias of its expert, and its gradient is a sum in a fixed order.
     sent = (chosen.index_select(0, order).unsqueeze(1) == numbers).to(tokens.dtype)
-    gate_up = functional.grouped_mm(tokens, gate_ups, offs=ends)
+    gate_up = _products(tokens, gate_ups, of_up, ends)
     if up_bias is not None:
         gate_up = torch.where(is_here, gate_up + sent @ up_bias, 0.0)
     gated = experts._apply_gate(gate_up)
-    outs = functional.grouped_mm(gated, downs, offs=ends)
+    outs = _products(gated, downs, of_down, ends)
     return torch.where(is_here, outs if down_bias is None else outs + sent @ down_bias, 0.0)
+
+
+def _products(states: Tensor, weights: Tensor, update: LoRAExperts | None, ends: Tensor) -> Tensor:
+    """Do as `_product` for all experts, [T, M] -> [T, N], without biases; see `LoRAExperts.grouped`."""
+    out = functional.grouped_mm(states, weights, offs=ends)
+    return out if update is None else torch.add(out, update.grouped(states, ends), alpha=update.scaling)
 
 
 def _has_grouped_products(experts: Experts) -> bool:
@@ -329,8 +354,11 @@ def same_shapes(num_tokens: int) -> Iterator[None]:
 def by_own_code(experts: Experts, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Do as `add_up_experts` by transformers' own code, which in some families knows no experts on other ranks."""
     foreign = chosen >= len(experts.gate_up_proj)
-    forward = cast("Any", type(experts)).forward.__wrapped__
-    return forward(experts, states, chosen.masked_fill(foreign, 0), shares.masked_fill(foreign, 0.0))
+    forward, plain = cast("Any", type(experts)).forward.__wrapped__, experts
+    if merged := merged_updates(cast("nn.Module", experts)):
+        plain = copy.copy(experts)  # what knows no updates has the sums of them and their matrices
+        plain._parameters = {**experts._parameters, **merged}
+    return forward(plain, states, chosen.masked_fill(foreign, 0), shares.masked_fill(foreign, 0.0))
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, add_up_experts)
