@@ -132,7 +132,7 @@ def processes_in(folder: Path) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_raylet_that_is_stopped_or_killed_is_named_and_ends_the_program_in_good_order(tmp_path, how):
     status, printed = run_program(tmp_path, "raylet", how)
     pid = printed.partition("victim: ")[2].split()[0]
@@ -143,7 +143,7 @@ def test_a_raylet_that_is_stopped_or_killed_is_named_and_ends_the_program_in_goo
     assert (tmp_path / "logs" / "ray" / "raylet.out").is_file(), "Ray's logs are where they are looked for"
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_without_a_gcs_the_work_goes_on_to_its_end_and_that_is_said(tmp_path, how):
     status, printed = run_program(tmp_path, "GCS", how)
     assert printed.count("answered\n") == 5, printed
@@ -152,7 +152,7 @@ def test_without_a_gcs_the_work_goes_on_to_its_end_and_that_is_said(tmp_path, ho
     assert status == 7
 
 
-@pytest.mark.parametrize("moment", ["placement", "rendezvous"])
+@pytest.mark.parametrize("moment", [pytest.param("placement", marks=pytest.mark.slow), "rendezvous"])
 def test_a_gcs_that_is_lost_while_a_program_starts_is_named_in_seconds_and_a_second_start_is_told_what_to_do(
     tmp_path, moment
 ):

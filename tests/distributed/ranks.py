@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import multiprocessing
 import os
 import pickle
 import time
@@ -124,9 +123,7 @@ def open_meeting(folder: Path) -> Rendezvous:
     return pickle.loads((folder / "rendezvous").read_bytes())
 
 
-def run_ranks(
-    program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float = 100, fresh: bool = False
-) -> None:
+def run_ranks(program: str, model: str, folder: Path, *, statuses: Sequence[int], limit_s: float = 100) -> None:
     """Run a program of this folder on every rank, to the end.
 
     Args:
@@ -135,9 +132,8 @@ def run_ranks(
         folder: where they write to; what rank R prints goes to `R.log`.
         statuses: exit status that each rank must end with.
         limit_s: seconds that they may take together.
-        fresh: whether each rank is a new interpreter, so that its memory can be measured.
     """
-    context = multiprocessing.get_context("spawn") if fresh else fork_context()
+    context = fork_context()
     with open_rendezvous("tcp", folder.name, lease_s=3) as rendezvous:
         (folder / "rendezvous").write_bytes(pickle.dumps(rendezvous))
         ranks = [context.Process(target=_run, args=(program, model, folder, rank)) for rank in range(len(statuses))]

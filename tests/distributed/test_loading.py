@@ -37,7 +37,7 @@ def ranks(tmp_path_factory):
     path, into = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("loaded")
     make_model(path, 24)
     make_model(path / "small", 1)
-    run_ranks("loading_rank", str(path), into, statuses=[0] * NUM_RANKS, fresh=True)
+    run_ranks("loading_rank", str(path), into, statuses=[0] * NUM_RANKS)
     return [json.loads((into / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 

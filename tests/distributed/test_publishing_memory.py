@@ -20,7 +20,7 @@ def told(tmp_path_factory):
     """What two senders of a half and a taker measured; see `peak_rank`."""
     folder = tmp_path_factory.mktemp("peak")
     make_tiny_model(folder / "model", hidden_size=1024, intermediate_size=4096, num_layers=2, num_heads=8)
-    run_ranks("peak_rank", make_tiny_model(folder / "small"), folder, statuses=[0, 0, 0], fresh=True)
+    run_ranks("peak_rank", make_tiny_model(folder / "small"), folder, statuses=[0, 0, 0])
     return [json.loads((folder / f"told by {place}.json").read_text()) for place in range(3)]
 
 

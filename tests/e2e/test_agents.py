@@ -4,7 +4,8 @@ import importlib.util
 import itertools
 
 import pytest
-from asking_twice import ROWS, TWICE, in_process
+from asking_twice import ASKS, ROWS, TWICE, TWICE_PLAINLY, in_process
+from ray_forks import forked_workers
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 
@@ -37,7 +38,7 @@ def train(tmp_path):
     """Two small steps in this process, with the text of an agent's file."""
     make_tiny_model(tmp_path / "model")
 
-    def run(agent=TWICE, recipe="grpo", *, config=None, **more):
+    def run(agent=TWICE_PLAINLY, recipe="grpo", *, config=None, **more):
         if isinstance(agent, str):
             (tmp_path / "agent.py").write_text(agent)
         usual = {"model": tmp_path / "model", "data": ROWS, "num_prompts": 2, "group_size": 2, "num_steps": 2}
@@ -55,7 +56,7 @@ def sampled(run, step):
 
 
 def test_an_agent_of_openais_client_samples_what_the_same_episode_does_in_this_process(train):
-    over_http, streamed = train(name="http"), train(STREAMED, name="streamed")
+    over_http, streamed = train(TWICE, name="http"), train(STREAMED, name="streamed")
     in_here = train(None, name="here", episode=in_process)
     for step in (1, 2):
         rows = sampled(over_http, step)
@@ -98,22 +99,24 @@ def test_agents_that_sample_ahead_begin_as_the_episode_in_process_and_are_repeat
 
 def test_on_ray_agents_sample_what_they_do_in_this_process(train):
     here = train(name="here", num_steps=1)
-    on_ray = train(name="ray", num_steps=1, config={"cluster.runtime": "ray"})
+    with forked_workers():
+        on_ray = train(name="ray", num_steps=1, config={"cluster.runtime": "ray", "cluster.pools": {"main": [1]}})
     assert sampled(on_ray, 1) == sampled(here, 1)
 
 
-FAILING = """
-import asyncio, os, time
-from openai import OpenAI
+FAILING = (
+    ASKS
+    + """
+import os, time
 from rallypoint.errors import EnvironmentFailedError
 
 
 def run(base_url, api_key, example):
-    client, place = OpenAI(base_url=base_url, api_key=api_key, max_retries=0), int(example.name.rpartition(":")[2])
+    place = int(example.name.rpartition(":")[2])
     messages = [{"role": one.role, "content": one.content} for one in example.prompt]
     fate = FATES[place % len(FATES)]
     if fate != "never calls":
-        client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+        ask(base_url, api_key, messages, max_tokens=5)
     if fate == "dies":
         os._exit(3)
     if fate == "hangs":
@@ -124,12 +127,12 @@ def run(base_url, api_key, example):
         raise EnvironmentFailedError("the game is down")
     if fate == "too long":
         while True:
-            said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-            messages += [said, {"role": "user", "content": "12"}]
+            messages += [ask(base_url, api_key, messages), {"role": "user", "content": "12"}]
     if fate == "no result":
         return object()
     return 1.0
 """
+)
 FATES = ("well", "never calls", "dies", "hangs", "raises", "environment", "too long", "no result")
 
 
@@ -181,14 +184,14 @@ def test_a_client_at_module_level_reaches_nobody_with_the_users_key_and_is_told_
 def test_an_agent_may_be_a_function_that_python_gave(train):
     from openai import OpenAI
 
-    def ask(base_url, api_key, example):
+    def asks(base_url, api_key, example):
         messages = [{"role": one.role, "content": one.content} for one in example.prompt]
         OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(model="policy", messages=messages)
         return 0.5
 
-    run = train(ask, num_steps=1)
+    run = train(asks, num_steps=1)
     assert run.metrics[-1]["reward/mean"] == 0.5
-    assert run.config.rollout.episode == "@ask"
+    assert run.config.rollout.episode == "@asks"
 
 
 def test_what_is_no_agent_is_refused_before_anything_starts(train, tmp_path):

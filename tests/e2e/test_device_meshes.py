@@ -75,7 +75,11 @@ OF_MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("family", OF_MIXTURES)
+# tests/distributed and tests/unit/models cut all of them: one stands for whole runs.
+@pytest.mark.parametrize(
+    "family",
+    [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow) for name in OF_MIXTURES],
+)
 def test_ranks_that_share_experts_train_a_mixture_as_one_process_and_one_process_goes_on_from_theirs(runs, family):
     keys = (INLINE, *OF_MIXTURES[family], f"model.create.architecture={family}", "checkpoint={every_steps: 2, keep: 9}")
     whole = final_weights(runs.run("one", *keys, ONE))

@@ -17,7 +17,7 @@ def plain(data_source, solution_str, ground_truth, extra_info=None):
 def once(data_source, solution_str, ground_truth, extra_info=None):
     return plain(data_source, solution_str, ground_truth) + (ground_truth == "11")
 """
-INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "reward.num_processes=1")
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,19 @@ from rallypoint.run.folder import RunFolder
 pytestmark = pytest.mark.lasting_ray
 
 
-ALSO_LOST = {
-    "split/critic.train:step=1:kill",
-    "split/reference.logprobs:step=3:kill",
-    "split/rollout.advance:step=4:kill",
-    "split/rollout.load:step=3:kill",
+ELSEWHERE = {
+    "split/actor.train:step=3:kill": "test_lost_processes.py kills the actor when its update begins",
+    "split/critic.train:step=1:kill": "it kills the critic, too",
+    "split/reference.logprobs:step=3:kill": "and the reference",
+    "split/rollout.advance:step=4:kill": "and a rank that samples",
+    "split/rollout.load:step=3:kill": "and one that is published to",
+    "one/RolesStarted:kill": "test_interruptions.py kills a run that starts and has no checkpoint",
+    "one/WeightsLoaded:n=3:kill": "it kills one between two checkpoints",
+    "one/CheckpointSaved:kill": "it kills one before a checkpoint appears; `ahead` is killed after one below",
+    "one/an edited journal": "tests/unit/journal/test_log.py edits one, and a torn one stays here",
+    "one/a flipped bit": "tests/unit/test_checkpoint.py damages every file of a checkpoint",
 }
-"""Drills of a process that `test_lost_processes.py` kills, too."""
+"""Drills of what other tests do as well, and which: they are done by `make test-slow`."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def drills(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALSO_LOST else name for name in SHORT]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ELSEWHERE else name for name in SHORT]
 )
 def test_a_run_that_is_broken_ends_with_the_weights_of_its_twin(drills, name):
     (drill,) = [one for one in table() if one.name == name]

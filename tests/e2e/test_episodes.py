@@ -23,6 +23,7 @@ from rallypoint.types import Trajectory
 
 ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(16)]
 INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "rollout.exact": True}
+INLINE |= {"reward.num_processes": 1}
 AGAIN = "12"
 
 

@@ -1,20 +1,18 @@
 """What is killed or interrupted goes on as if nothing had happened."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import select
 import shutil
 import signal
-import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import pytest
+from forks import ForkedRally
 from ray_forks import forked_workers
 from tiny_runs import Runs
 
@@ -26,7 +24,7 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
-LONG = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 99}")
+LONG = ("trainer.num_steps=8", "checkpoint={every_steps: 2, keep: 99}")
 
 
 def wait_for(run, text, process, timeout_s=120):
@@ -43,17 +41,17 @@ def wait_for(run, text, process, timeout_s=120):
 
 
 @pytest.fixture(scope="module")
-def of_twelve_steps(tmp_path_factory):
+def of_eight_steps(tmp_path_factory):
     """A run of one rank that nothing befell."""
-    return Runs(tmp_path_factory.mktemp("twelve")).run("whole", *LONG, *INLINE)
+    return Runs(tmp_path_factory.mktemp("eight")).run("whole", *LONG, *INLINE)
 
 
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
-def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_twelve_steps, runtime):
+def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_eight_steps, runtime):
     where = INLINE if runtime == "inline" else ("cluster.runtime=ray", "cluster.pools={main: [2]}")
-    whole = of_twelve_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])
+    whole = of_eight_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])
     process = runs.start("train", "digits", *runs.overrides("killed", *LONG, *where))
-    wait_for("killed", "step  7/12", process)
+    wait_for("killed", "step 5/8", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -66,7 +64,7 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weight
 def sampled_in(run):
     """Return what a run has kept of its rollouts, by step: equal bits, and no step missing or there twice."""
     rows = {step: read_rollouts(run.path, step) for step in rollout_files(run.path)}
-    assert list(rows) == list(range(1, 13))
+    assert list(rows) == list(range(1, 9))
     return rows
 
 
@@ -74,7 +72,7 @@ def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same
     pools = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second", "rollout.weights=folder")
     whole = runs.run("whole", *LONG, INLINE[0], *pools)
     process = runs.start("train", "digits", *runs.overrides("killed", *LONG, INLINE[0], *pools))
-    wait_for("killed", "step  5/12", process)
+    wait_for("killed", "step 3/8", process)
     published = runs.folder / "killed" / "published"
     is_publishing = False
     while process.poll() is None and not is_publishing:
@@ -88,16 +86,16 @@ def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same
     assert not resumed.published.exists()
 
 
-def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of, of_twelve_steps):
-    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=12", *INLINE))
-    wait_for("stopped", "step  3/12", process)
+def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of, of_eight_steps):
+    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=8", *INLINE))
+    wait_for("stopped", "step 3/8", process)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
     assert "Ctrl-C: what is under way is finished and saved, then the run ends" in printed
     assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) in (1, 2)  # and the one of step 5
-    assert weights_of(runs.resume("stopped")) == weights_of(of_twelve_steps)
+    assert weights_of(runs.resume("stopped")) == weights_of(of_eight_steps)
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_of_the_run_is_lost(runs):
@@ -155,20 +153,13 @@ def test_a_scheduler_s_end_while_a_run_starts_ends_it_in_order_and_it_goes_on_la
 def test_a_terminal_that_is_closed_saves_like_ctrl_c_though_nothing_can_be_written_to_it(runs):
     ours, theirs = os.openpty()
     overrides = runs.overrides("closed", "trainer.num_steps=400", *INLINE)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-    )
-    os.close(theirs)
+    process = ForkedRally(["train", "digits", *overrides], terminal=os.ttyname(theirs), TERM="xterm")
+    process.stdout.close()
     metrics = runs.folder / "closed" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and '"step": 3' in metrics.read_text()):
         if select.select([ours], [], [], 0.05)[0]:
             os.read(ours, 65536)
+    os.close(theirs)
     os.close(ours)
     assert process.wait(timeout=180) == 130
     assert saved_all(runs.folder / "closed")
@@ -183,7 +174,15 @@ def whole_weights(tmp_path_factory, weights_of):
     return weights_of(Runs(tmp_path_factory.mktemp("whole")).run("whole", *EVERY_TWO))
 
 
-@pytest.mark.parametrize("moment", ["/killed", "killed/data", "killed/model", "step_000002", "step_000004"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "/killed",
+        "killed/model",
+        "step_000002",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("killed/data", "step_000004")),
+    ],
+)
 def test_a_run_killed_before_any_of_its_folders_appears_goes_on_to_the_same_weights(
     runs, weights_of, whole_weights, moment
 ):
@@ -363,7 +362,9 @@ async def swallows(client, example):
 """
 
 
-@pytest.mark.parametrize(("episode", "number"), [("waits", signal.SIGTERM), ("swallows", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("episode", "number"), [pytest.param("waits", signal.SIGTERM, marks=pytest.mark.slow), ("swallows", signal.SIGINT)]
+)
 def test_a_run_ends_while_its_episodes_hang_even_if_they_swallow_that(runs, tmp_path, monkeypatch, episode, number):
     monkeypatch.chdir(tmp_path)
     Path("episodes.py").write_text(EPISODES)

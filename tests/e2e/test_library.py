@@ -3,13 +3,12 @@
 import asyncio
 import dataclasses
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ray_forks import forked_workers
+from forks import run_forked
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,7 +23,7 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.types import Last, Metrics
 
 ROWS = [{"prompt": f"{i % 10}{i * 7 % 10}", "answer": str(i % 10)} for i in range(32)]
-INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9}
+INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "reward.num_processes": 1}
 
 
 def _sent_whole():
@@ -265,9 +264,8 @@ print("mine", run.metrics[-1]["mine/step"])
 def test_a_script_with_a_recipe_and_a_reward_of_its_own_runs_on_ray(tmp_path: Path):
     make_tiny_model(tmp_path / "model")
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", str(tmp_path)]
-    with forked_workers():
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    program = "import runpy; runpy.run_path('script.py', run_name='__main__')"
+    done = run_forked("-c", program, str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "mine 2.0"
 

@@ -148,6 +148,7 @@ def test_the_process_of_a_reward_model_is_killed_and_the_trainer_only_waits(runs
     assert [(one.first, [*one.processes]) for one in losses[1::2]] == [(None, ["reward"])]
 
 
+@pytest.mark.slow  # a reward model's is lost and found in the same way
 def test_the_process_of_a_teacher_is_killed_and_the_trainer_only_waits(runs, weights_of, whole):
     teacher = max(whole.checkpoints.iterdir())
     judged = ("recipe=opd", "reward.function=null", f"teacher.path={teacher}")

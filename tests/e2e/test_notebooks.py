@@ -1,6 +1,7 @@
 """The notebooks of examples/notebooks run from their first cell to their last, the second in the folder of the first.
 
-To look at their outputs: `.venv/bin/python tests/e2e/test_notebooks.py FOLDER`, which writes them there.
+A kernel takes seconds to import torch, so one runs both, and forgets the names of the first in between. To look at
+their outputs: `.venv/bin/python tests/e2e/test_notebooks.py FOLDER`, which writes them there.
 """
 
 import os
@@ -17,14 +18,18 @@ from rallypoint import load_run
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
-def executed(name: str, folder: Path) -> NotebookNode:
-    """Run a notebook in a kernel of its own, which is started in a folder."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+def executed(folder: Path) -> tuple[NotebookNode, NotebookNode]:
+    """Run both in a kernel that is started in a folder."""
+    training, reading = (nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4) for name in ("train", "read_a_run"))
+    forget = nbformat.v4.new_code_cell("%reset -f")
+    both = nbformat.from_dict({**training, "cells": [*training.cells, forget, *reading.cells]})
     metadata = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=100, kernel_name="python3", record_timing=False, resources=metadata)
+    client = NotebookClient(both, timeout=100, kernel_name="python3", record_timing=False, resources=metadata)
     with forked_workers():
         client.execute(env={**os.environ, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"})
-    return notebook
+    end = len(training.cells)
+    training.cells, reading.cells = both.cells[:end], both.cells[end + 1 :]
+    return training, reading
 
 
 def shown(notebook: NotebookNode) -> str:
@@ -34,7 +39,7 @@ def shown(notebook: NotebookNode) -> str:
 
 
 def test_the_notebooks_train_and_read_a_run(tmp_path: Path):
-    training = executed("train", tmp_path)
+    training, reading = executed(tmp_path)
     text = shown(training)
     assert "Run('" in text
     assert "image/png" in text
@@ -44,13 +49,12 @@ def test_the_notebooks_train_and_read_a_run(tmp_path: Path):
     rewards = [metrics["reward/mean"] for metrics in run.metrics if "reward/mean" in metrics]
     assert rewards[0] < 0.7, "of 2: what a model that knows nothing earns"
     assert run.best.score > 1.3, f"it learns; found {rewards}"
-    reading = shown(executed("read_a_run", tmp_path))
-    assert "Best(step=" in reading
+    assert "Best(step=" in shown(reading)
     assert all(not cell.outputs for cell in nbformat.read(NOTEBOOKS / "train.ipynb", 4).cells if "outputs" in cell)
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(exist_ok=True)
-    for each in ("train", "read_a_run"):
-        nbformat.write(executed(each, target), target / f"{each}.ipynb")
+    for each, outcome in zip(("train", "read_a_run"), executed(target), strict=True):
+        nbformat.write(outcome, target / f"{each}.ipynb")

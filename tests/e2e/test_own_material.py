@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from rallypoint import load_run
 from rallypoint.errors import RewardError
 
-INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
+INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "reward.num_processes=1")
 
 REWARDS = """
 import math
@@ -48,7 +48,7 @@ def broken(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a model that a run has made."""
-    return Runs(tmp_path_factory.mktemp("made")).run("made", "trainer.num_steps=2", *INLINE).path / "model"
+    return Runs(tmp_path_factory.mktemp("made")).run("made", "trainer.num_steps=1", *INLINE[:2]).path / "model"
 
 
 @pytest.fixture
@@ -79,8 +79,17 @@ def own(tmp_path, runs, model):
     return run
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
-@pytest.mark.parametrize("function", ["half", "with_numbers", "a_token"])
+@pytest.mark.parametrize(
+    ("recipe", "function"),
+    [
+        ("ppo", "half"),
+        ("grpo", "with_numbers"),
+        ("ppo", "a_token"),
+        pytest.param("grpo", "half", marks=pytest.mark.slow),
+        pytest.param("ppo", "with_numbers", marks=pytest.mark.slow),
+        pytest.param("grpo", "a_token", marks=pytest.mark.slow),
+    ],
+)
 def test_a_number_a_dict_and_a_list_of_scores_are_rewards(own, recipe, function):
     run = own("own", function, recipe=recipe)
     rewards = [record for record in read_metrics(run.metrics) if "reward/mean" in record]

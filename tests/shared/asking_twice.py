@@ -16,6 +16,32 @@ async def run(base_url, api_key, example):
 """
 
 
+ASKS = """
+import json
+from urllib.request import Request, urlopen
+
+
+def ask(base_url, api_key, messages, **more):
+    head = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
+    with urlopen(Request(f"{base_url}/chat/completions", body, head)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+"""
+"""A client in a few lines: that of OpenAI takes each process of agents a second to import."""
+TWICE_PLAINLY = (
+    ASKS
+    + """
+
+def run(base_url, api_key, example):
+    messages = [{"role": one.role, "content": one.content} for one in example.prompt]
+    for _ in range(2):
+        said = ask(base_url, api_key, messages, max_tokens=5)
+        messages += [said, {"role": "user", "content": "12"}]
+    return {"reward": (said["content"] or "").count(str(example.ground_truth)) / 4, "asked": 2}
+"""
+)
+
+
 async def in_process(client, example):
     """The same, without HTTP."""
     await client.chat(max_tokens=5)

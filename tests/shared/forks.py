@@ -1,6 +1,7 @@
 """Processes that are forked from one that has imported torch, transformers and rallypoint, which takes seconds."""
 
 import atexit
+import fcntl
 import multiprocessing
 import os
 import select
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -65,7 +67,13 @@ class ForkedRally:
     """
 
     def __init__(
-        self, arguments: list[str], *, cwd: Path | None = None, kill_before: str | None = None, **environment: str
+        self,
+        arguments: list[str],
+        *,
+        cwd: Path | None = None,
+        kill_before: str | None = None,
+        terminal: str | None = None,
+        **environment: str,
     ) -> None:
         """Start it.
 
@@ -74,11 +82,12 @@ class ForkedRally:
             cwd: working directory; by default this process's.
             environment: variables that are added to this process's.
             kill_before: the process is killed before it renames anything to a path that ends with this.
+            terminal: path of the terminal that it is started in, as the leader of a session, in place of a pipe.
         """
         context = fork_context()
         ours, theirs = context.Pipe(duplex=False)
         with forked_workers():
-            given = (arguments, theirs, {**os.environ, **environment}, cwd or Path.cwd(), kill_before)
+            given = (arguments, theirs, {**os.environ, **environment}, cwd or Path.cwd(), kill_before, terminal)
         self._process = context.Process(target=_be_rally, args=given, daemon=True)
         self._process.start()
         theirs.close()
@@ -120,11 +129,18 @@ class ForkedRally:
 
 
 def _be_rally(
-    arguments: list[str], stdout: Connection, environment: dict[str, str], cwd: Path, kill_before: str | None
+    arguments: list[str],
+    stdout: Connection,
+    environment: dict[str, str],
+    cwd: Path,
+    kill_before: str | None,
+    terminal: str | None,
 ) -> None:
     for stream in (1, 2):
         os.dup2(stdout.fileno(), stream)
     stdout.close()
+    if terminal is not None:
+        _open_terminal(terminal)
     _become(environment, cwd)
     sys.argv = ["rally", *arguments]
     if kill_before is not None:
@@ -133,6 +149,16 @@ def _be_rally(
         run()
     finally:
         atexit._run_exitfuncs()
+
+
+def _open_terminal(path: str) -> None:
+    os.setsid()
+    terminal = os.open(path, os.O_RDWR)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(terminal, stream)
+    os.close(terminal)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
 
 
 def _become(environment: dict[str, str], cwd: Path) -> None:
