@@ -88,6 +88,40 @@ def test_a_trained_adapter_is_used_exported_and_trained_further(runs, trained, t
         torch.testing.assert_close(last[name], weight, rtol=0, atol=1e-9)
 
 
+def test_adapters_of_experts_train_on_ranks_that_share_experts_and_go_on_in_one_process(runs, tmp_path):
+    experts = "model.lora={rank: 4, alpha: 8, target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]}"
+    keys = (experts, INLINE, "model.create.architecture=qwen3_moe", "checkpoint={every_steps: 2, keep: 9}")
+    keys += ("actor.optimizer.lr=0.03", "rollout.router_replay=true", "model.create.num_key_value_heads=2")
+    alone = adapters_of(runs.run("one", *keys, ONE))
+    roles = ("actor", "critic", "reference")
+    run = runs.run("mesh", *keys, "cluster.pools={main: [2]}", *(f"{role}.mesh.ep=2" for role in roles))
+    for later in sorted(run.checkpoints.iterdir())[1:]:
+        later.rename(run.path / later.name)
+    found = adapters_of(runs.resume("mesh", ONE, *(f"{role}.mesh.ep=1" for role in roles)))
+    assert found.keys() == alone.keys()
+    assert len([name for name in found if ".mlp.experts." in name]) == 2 * 2 * 2
+    for name, wanted in alone.items():
+        assert (found[name] - wanted).abs().max() <= 1e-4 * max(1.0, float(wanted.abs().max())), name
+
+    rally("export", str(run.path), str(tmp_path / "merged"))
+    rally("export", str(run.path), str(tmp_path / "adapter"), "--adapter")
+    row, models = torch.tensor([[3, 9, 10, 11, 0]]), (tmp_path / "merged", tmp_path / "adapter", run.model)
+    with torch.no_grad():
+        whole, adapted, before = (AutoModelForCausalLM.from_pretrained(model)(row).logits for model in models)
+    torch.testing.assert_close(whole, adapted, rtol=1e-4, atol=1e-5)
+    assert (adapted - before).abs().max() > 0.01
+
+
+def adapters_of(run):
+    """The adapters of actor and critic in a run's newest checkpoint."""
+    newest = max(run.checkpoints.iterdir())
+    return {
+        f"{role}{name}": weight
+        for role in ("", "critic/")
+        for name, weight in load_file(newest / role / "adapter_model.safetensors").items()
+    }
+
+
 def test_a_run_that_was_moved_still_finds_the_model_that_it_made(trained, tmp_path):
     moved = trained.path.rename(tmp_path / "moved")
     try:
