@@ -325,7 +325,7 @@ def _at_once(experts: Experts, tokens: Tensor, chosen: Tensor, order: Tensor) ->
 def _products(states: Tensor, weights: Tensor, update: LoRAExperts | None, ends: Tensor) -> Tensor:
     """Do as `_product` for all experts, [T, M] -> [T, N], without biases; see `LoRAExperts.grouped`."""
     out = functional.grouped_mm(states, weights, offs=ends)
-    return out if update is None else torch.add(out, update.grouped(states, ends), alpha=update.scaling)
+    return out if update is None else out.add_(update.grouped(states, ends), alpha=update.scaling)
 
 
 def _has_grouped_products(experts: Experts) -> bool:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.config import LoRAConfig, OptimizerConfig
-from rallypoint.config.shape import parse_shape
+from rallypoint.config.shape import read_shape
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import ModelError
 from rallypoint.families import MIXTURES
@@ -68,8 +68,9 @@ def test_a_new_adapter_changes_no_bit_and_a_merged_one_gives_its_logits(tmp_path
     plain, shard = (load_policy(folder, dtype="float64", lora=lora) for lora in (None, BOTH))
     assert torch.equal(outputs(plain), outputs(shard))
     assert set(named_weights(shard.model)) - set(shard.trained()) == set(named_weights(plain.model))
-    shape = parse_shape(json.loads((tmp_path / family / "config.json").read_text()))
-    assert shape.num_adapter_parameters(BOTH) == sum(w.numel() for w in trained_weights(shard.model).values())
+    assert read_shape(folder).num_adapter_parameters(BOTH) == sum(
+        w.numel() for w in trained_weights(shard.model).values()
+    )
     expected = outputs(excite(shard))
     assert (expected - outputs(plain)).abs().max() > 0.1
     merged = merge_adapters(shard)
@@ -85,8 +86,10 @@ def test_peft_opens_a_saved_adapter_and_merges_it_to_the_same_weights(tmp_path, 
     folder, lora = make_family_model(tmp_path / family, family), BOTH.model_copy(update={"target_parameters": targets})
     shard = excite(load_policy(folder, dtype="float64", lora=lora))
     save_adapter(shard, tmp_path / "adapter", base=folder)
-    again = load_policy(folder, dtype="float64", lora=LoRAConfig(path=str(tmp_path / "adapter")))
+    path = LoRAConfig(path=str(tmp_path / "adapter"))
+    again = load_policy(folder, dtype="float64", lora=path)
     assert torch.equal(outputs(again), outputs(shard))
+    assert read_shape(folder).num_adapter_parameters(path) == sum(w.numel() for w in shard.trained().values())
     exact = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder, **exact), tmp_path / "adapter"
@@ -123,11 +126,16 @@ def test_an_adapter_made_by_peft_gives_its_logits_here(tmp_path, family, targets
     )
 
 
-class _Adapted(Models):
-    """Models with adapters on their experts."""
+class _Loaded(Models):
+    """A model that is there."""
+
+    def __init__(self, shard):
+        super().__init__("", shard.mesh)
+        self.shard = shard
 
     def of(self, case):
-        return excite(load_policy(f"{self.folder}/{case.family}", dtype=case.dtype, mesh=self.mesh, lora=BOTH))
+        del case
+        return self.shard
 
 
 @pytest.mark.parametrize(
@@ -142,22 +150,17 @@ class _Adapted(Models):
 )
 def test_ranks_take_the_steps_of_one_and_write_the_file_of_one(on_mesh, tmp_path, family, sizes):
     make_family_model(tmp_path / family, family)
-    case = Case("adapted", "packed", "many", "actor", "float64", family)
+    case, folder = Case("adapted", "packed", "one micro-batch", "actor", "float64", family), str(tmp_path / family)
     batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
-    parts, parent = deal(batch, grid.num_parts, 0.01)[0], str(tmp_path)
+    parts, written = deal(batch, grid.num_parts, 0.01)[0], LoRAConfig(path=str(tmp_path / "1"))
 
     def steps(mesh, part):
-        models = _Adapted(parent, mesh)
-        started = load_policy(f"{parent}/{family}", dtype="float64", mesh=mesh, lora=BOTH)
-        begun = {name: tensor.clone() for name, tensor in gather(started.trained(), started.parts, mesh)}
-        save_adapter(models.of(case), tmp_path / str(mesh.everyone.size), base=f"{parent}/{family}")
-        # What ranks have written together is read by each of them as its part.
-        again = load_policy(
-            f"{parent}/{family}", dtype="float64", mesh=mesh, lora=LoRAConfig(path=str(tmp_path / "1")), frozen=True
-        )
-        written = models.of(case).trained()
-        assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in written.items())
-        return begun, run(case, models, part, batch.num_loss_tokens)
+        shard = load_policy(folder, dtype="float64", mesh=mesh, lora=BOTH)
+        begun = {name: tensor.clone() for name, tensor in gather(shard.trained(), shard.parts, mesh)}
+        save_adapter(excite(shard), tmp_path / str(mesh.everyone.size), base=folder)
+        again = load_policy(folder, dtype="float64", mesh=mesh, lora=written, frozen=True).tensors()
+        assert all(torch.equal(again[name], tensor) for name, tensor in shard.trained().items())
+        return begun, run(case, _Loaded(shard), part, batch.num_loss_tokens)
 
     begun, expected = steps(DeviceMesh.solo(), batch)
     found = on_mesh(lambda mesh: steps(mesh, parts[grid.part(mesh.rank)]), **sizes)
