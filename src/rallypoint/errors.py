@@ -240,7 +240,7 @@ class OwnLossError(NotFiniteError):
 
 
 class DeterminismError(RallyError, RuntimeError):
-    """A training pass needs an operator of which torch has no kernel that gives equal bits; it is named."""
+    """A training pass needs an operator without a kernel that gives equal bits; or ranks differ that should not."""
 
 
 class PeerFailedError(RallyError, RuntimeError):

@@ -65,7 +65,15 @@ def alone(tmp_path_factory):
     return steps_of(run), entropies_of(run)
 
 
-@pytest.mark.parametrize("mesh", [(), ("actor.mesh.sp=2",), ("actor.mesh.tp=2",)], ids=["dp", "sp", "tp"])
+MESHES = {
+    "dp": (),
+    "sp": ("actor.mesh.sp=2",),
+    "tp": ("actor.mesh.tp=2",),
+    "dp and tp of all": ("cluster.pools={main: [4]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_ranks_compare_their_rows_together(runs, alone, mesh):
     run, (of_one, expected) = runs.run("together", "cluster.pools={main: [2]}", *mesh, *ALIKE), alone
     for one, two, entropies, same in zip(of_one, steps_of(run), entropies_of(run), expected, strict=True):

@@ -40,7 +40,7 @@ def print_simulation(recipe: str, staleness: Sequence[int], windows: Sequence[in
         there = placed if max_staleness else config
         outcome = rows[max_staleness, window] = Simulation(
             measured, num_prompts=num_prompts, max_staleness=max_staleness, window=window, num_steps=num_steps,
-            num_ranks=there.num_ranks("rollout"), train_speed=there.num_ranks("actor") / config.num_ranks("actor"),
+            num_ranks=there.num_parts("rollout"), train_speed=there.num_ranks("actor") / config.num_ranks("actor"),
         ).run(min(max(5, max_staleness + 1), (num_steps - 1) // 2))  # fmt: skip
         speed, ages = f"x {rows[0, 1].step_s / outcome.step_s:.2f}", outcome.ages
         console.print(_row(max_staleness, window, outcome, speed, f"{sum(ages) / len(ages):.1f} to {max(ages)}"))

@@ -15,9 +15,10 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
+import operator
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from rallypoint.cluster.call import Call, Pending, Process
@@ -161,27 +162,30 @@ class WorkerGroup(Generic[WorkerT]):
                 f"{self.role}.{method.__name__}: rule {rule.name!r} must make a part, or None, for each of "
                 f"{self.mesh.size} ranks and not None for all, found {list(parts)}"
             )
-        answering = frozenset(rule.answering(self.mesh))
-        number = next(_NUMBERS)
-        pending: dict[int, Pending] = {}
-        with contextlib.ExitStack() as unless_all_are_sent:
-            for rank, part in self._sent_once(parts):
-                invocation = self._invocation(number, rank, method.__name__, answers=rank in answering)
-                pending[rank] = self.processes[rank].call(invocation, part.args, part.kwargs)
-                unless_all_are_sent.callback(pending[rank].cancel)
-            unless_all_are_sent.pop_all()
+        answering = rule.answering(self.mesh)
+        pending = self._send(method.__name__, self._sent_once(parts), answering)
         answers = [index for index, rank in enumerate(pending) if rank in answering]
         values = (*args, *kwargs.values())
         sources = [process for value in values if isinstance(value, ResultReference) for process in value.makers]
         return Call(tuple(pending.values()), answers, rule.join, self.deadline_s, sources)
 
-    def call_rank(
-        self, rank: int, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
+    def call_ranks(
+        self, ranks: list[int], method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
     ) -> Call[ResultT]:
-        """Call a method of one rank, which needs no rule; the others go on with what they do."""
-        invocation = self._invocation(next(_NUMBERS), rank, method.__name__, answers=True)
-        pending = self.processes[rank].call(invocation, args, kwargs)
-        return Call[ResultT]([pending], (0,), _only, self.deadline_s)
+        """Call a method of some ranks, which needs no rule, for the first one's result; the others go on."""
+        pending = self._send(method.__name__, [(rank, RankArguments(args, kwargs)) for rank in ranks], ranks[:1])
+        return Call[ResultT](tuple(pending.values()), (0,), operator.itemgetter(0), self.deadline_s)
+
+    def _send(self, name: str, parts: Iterable[tuple[int, RankArguments]], heard: Sequence[int]) -> dict[int, Pending]:
+        """Send a call to ranks, each with its arguments, to all or none; keep the results of those that are heard."""
+        number, pending = next(_NUMBERS), dict[int, Pending]()
+        with contextlib.ExitStack() as unless_all_are_sent:
+            for rank, part in parts:
+                invocation = self._invocation(number, rank, name, answers=rank in heard)
+                pending[rank] = self.processes[rank].call(invocation, part.args, part.kwargs)
+                unless_all_are_sent.callback(pending[rank].cancel)
+            unless_all_are_sent.pop_all()
+        return pending
 
     def _sent_once(self, parts: Sequence[RankArguments | None]) -> Iterator[tuple[int, RankArguments]]:
         """Yield each rank and its arguments; a large value that several ranks get is sent once, by reference."""
@@ -253,11 +257,6 @@ class WorkerGroup(Generic[WorkerT]):
             if len(process.roles) > 1:  # the process stays, for other roles
                 process.retire(self._invocation(number, rank, "__exit__"))
             process.release(self.role)
-
-
-def _only(results: Sequence[Any]) -> Any:
-    (result,) = results
-    return result
 
 
 def _nothing(results: Sequence[Any]) -> None:

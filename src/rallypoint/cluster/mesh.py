@@ -48,6 +48,10 @@ class Mesh:
             rank for rank in ranks if all(at == 0 for name, at in self.coordinates(rank).items() if not _splits(name))
         )
 
+    def sharing(self, part: int) -> list[int]:
+        """Return the ranks that get a part of a batch, their leader first."""
+        return [rank for rank in range(self.size) if self.part(rank) == part]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a rank on each axis."""
         found: dict[str, int] = {}

@@ -82,7 +82,7 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
 def _mesh(config: RunConfig) -> Iterator[Problem]:
     """Yield meshes that do not have as many cells as the role has ranks."""
     for role, placement in config.roles.items():
-        if role == "rollout" or not config.cluster.pools.get(placement.pool):
+        if not config.cluster.pools.get(placement.pool) or (role == "rollout" and not config.rollout_shares_actor):
             continue
         sizes, ranks = config.mesh(role), config.num_ranks(role)
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -106,16 +106,13 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
 
 
 def _server(config: RunConfig) -> Iterator[Problem]:
-    """Yield what stands against a server over several devices."""
+    """Yield what stands against a server over several devices, or ranks that sample together."""
     tp = config.rollout.mesh.tp
     if tp == 1 or "rollout" not in config.roles:
         return
     if config.rollout.engine != "vllm":
-        yield Problem(
-            ("rollout.mesh.tp", "rollout.engine"),
-            f"rollout.mesh.tp={tp}: rollout.engine={config.rollout.engine!r} has a whole model in every process; "
-            "expected rollout.engine=vllm, or rollout.mesh.tp=1",
-        )
+        yield from _cut_rollouts(config, tp)
+        return
     pool = config.roles["rollout"].pool
     if beside := [role for role, placement in config.roles.items() if role != "rollout" and placement.pool == pool]:
         own = f"cluster.pools={{{pool}: [1], rollout: [1]}} rollout.placement.pool=rollout"
@@ -134,6 +131,34 @@ def _server(config: RunConfig) -> Iterator[Problem]:
     shared = {} if (shape := shape_of(config)) is None else shape.shared_by_tp
     if misfit := misfit_of(tp, {what: num for what, num in shared.items() if what not in _CUT_OTHERWISE}):
         yield Problem(("rollout.mesh.tp",), f"rollout.mesh.tp={misfit}")
+
+
+def _cut_rollouts(config: RunConfig, tp: int) -> Iterator[Problem]:
+    """Yield what stands against ranks that sample together, each from its part of the model."""
+    mesh, pool, own = config.actor.mesh, config.roles["actor"].pool, config.roles["rollout"].pool
+    misfits = {
+        "rollout.engine": (config.rollout.engine, "native"),
+        "rollout.placement.pool": (own, pool),
+        "actor.mesh.tp": (mesh.tp, tp),
+        "actor.mesh.dp_shard": (mesh.dp_shard, 1),
+        "actor.mesh.ep": (mesh.ep, 1),
+    }
+    if wrong := {name: pair for name, pair in misfits.items() if pair[0] != pair[1]}:
+        found = " and ".join(f"{name}={value}" for name, (value, _) in wrong.items())
+        wanted = " ".join(f"{name}={value}" for name, (_, value) in wrong.items())
+        yield Problem(
+            ("rollout.mesh.tp", *wrong),
+            f"rollout.mesh.tp={tp} with {found}: ranks sample together from the actor's parts of the model, with "
+            f"rollout.engine=native; expected {wanted}, or rollout.engine=vllm with a pool of its own, or "
+            "rollout.mesh.tp=1",
+        )
+    for name, value in {"exact": config.rollout.exact, "router_replay": config.rollout.router_replay}.items():
+        if value:
+            yield Problem(
+                (f"rollout.{name}", "rollout.mesh.tp"),
+                f"rollout.{name}=true with rollout.mesh.tp={tp}: ranks that sample together do not have that; expected "
+                f"rollout.{name}=false, or rollout.mesh.tp=1",
+            )
 
 
 def _sleep(config: RunConfig) -> Iterator[Problem]:

@@ -122,7 +122,9 @@ def _changed(section: _ModelT, changes: Mapping[str, object]) -> _ModelT:
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:
     pool, own = config.roles["rollout"].pool, _free_name(config)
-    nodes, rest = config.cluster.pools[pool], {"rollout.placement.pool": own}
+    nodes, rest = config.cluster.pools[pool], dict[str, object]({"rollout.placement.pool": own})
+    if config.rollout.mesh.tp > 1 and config.rollout.engine == "native":  # ranks that sample together are the actor's
+        rest["rollout.mesh.tp"] = 1
     num, num_ranks = sum(nodes), config.rollout.placement.num_ranks
     usual = sum(nodes[len(nodes) - len(nodes) // 2 :]) or num // 2
     given = sorted(range(1, num), key=lambda one: (abs(one - usual), one)) if num_ranks is None else [num_ranks]

@@ -356,7 +356,7 @@ class RunConfig(Section):
 
     def _lives_with_actor(self, role: RoleName) -> bool:
         mesh, pools = self.actor.mesh, (self.roles[role].pool, self.roles["actor"].pool)
-        here = mesh.dp_shard == mesh.ep == mesh.tp == 1 and pools[0] == pools[1]
+        here = mesh.dp_shard == mesh.ep == 1 and mesh.tp == self.mesh(role)["tp"] and pools[0] == pools[1]
         return here and self.num_ranks(role) <= self.num_ranks("actor")
 
     def num_ranks(self, role: RoleName) -> int:
@@ -365,13 +365,14 @@ class RunConfig(Section):
         return placement.num_ranks or sum(self.cluster.pools[placement.pool])
 
     def mesh(self, role: RoleName) -> dict[str, int]:
-        """Return the size of each axis of a role's mesh; every rank of the rollout role has a copy of its own."""
+        """Return the size of each axis of a role's mesh; the devices of a server are all of one rank."""
         sections: dict[RoleName, MeshConfig] = {
             "actor": self.actor.mesh,
             "reward": self.reward.mesh or MeshConfig(),
             "reference": self.reference.mesh or MeshConfig(),
             "teacher": self.teachers.mesh or MeshConfig(),
             "critic": self.critic.mesh or MeshConfig(),
+            "rollout": MeshConfig(tp=1 if self.rollout.engine == "vllm" else self.rollout.mesh.tp),
         }
         mesh = sections.get(role, MeshConfig())
         inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "sp": mesh.sp, "tp": mesh.tp}

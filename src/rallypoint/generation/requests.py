@@ -13,6 +13,7 @@ from rallypoint.config.limits import CHUNK_BYTES
 from rallypoint.errors import NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation.protocol import PromptLogprobs, Request, SamplingParams
 from rallypoint.models import named_weights
+from rallypoint.models.tensor_parallel import VocabParallelLinear
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
@@ -27,7 +28,10 @@ def max_positions(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return how many token ids a model knows."""
+    """Return how many token ids a model knows, all ranks together if it is cut over some."""
+    head = model.get_output_embeddings()
+    if isinstance(head, VocabParallelLinear):
+        return head.num_tokens
     return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
 
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES, Cut, Family
-from rallypoint.models.head import head_statistics, likeliest
+from rallypoint.models.head import head_statistics, likeliest, lm_head
 from rallypoint.models.kinds.linear_attention import keep_heads
 from rallypoint.models.part import Part
-from rallypoint.parallel import Collective, reduce, replicate
+from rallypoint.parallel import Collective, Solo, reduce, replicate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ class _Cutter:
         """Give the rank the embeddings and logits of some tokens; tied weights stay one."""
         embedding, head = cast("nn.Embedding", model.get_input_embeddings()), model.get_output_embeddings()
         tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
-        tokens = vocabulary_of(self._tp.rank, self._tp.size, embedding.num_embeddings)
+        num_tokens = embedding.num_embeddings
+        tokens = vocabulary_of(self._tp.rank, self._tp.size, num_tokens)
         self._narrow(embedding, "weight", 0, tokens)
         embedding.num_embeddings = len(tokens)
         if embedding.padding_idx is not None:
@@ -113,7 +114,7 @@ class _Cutter:
             self._narrow(head, "weight", 0, tokens)
         if head.bias is not None:
             self._narrow(head, "bias", 0, tokens)
-        model.set_output_embeddings(VocabParallelLinear(head, tokens, self._tp))
+        model.set_output_embeddings(VocabParallelLinear(head, num_tokens, self._tp))
 
     def cut_block(self, block: nn.Module, plan: Mapping[str, Cut]) -> None:
         """Give the rank its part of a block, which still takes the whole input and returns the whole output."""
@@ -257,17 +258,24 @@ def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:
 class VocabParallelLinear(nn.Linear):
     """A head with the weights of some tokens, whose forward pass returns only their logits."""
 
-    def __init__(self, part: nn.Linear, tokens: range, tp: Collective) -> None:
+    def __init__(self, part: nn.Linear, num_tokens: int, tp: Collective) -> None:
         """Take over this rank's part of a head.
 
         Args:
-            part: head with the weights of these tokens.
-            tokens: of this rank.
+            part: head with the weights of this rank's tokens, see `vocabulary_of`.
+            num_tokens: V: of all ranks.
             tp: the ranks.
         """
+        tokens = vocabulary_of(tp.rank, tp.size, num_tokens)
         super().__init__(part.in_features, len(tokens), device="meta")
         self.weight, self.bias = part.weight, part.bias
-        self.tokens, self.tp = tokens, tp
+        self.tokens, self.num_tokens, self.tp = tokens, num_tokens, tp
+
+    def all_logits(self, states: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, with the same bits on every rank: [B, E] -> [B, V]."""
+        sizes = [len(vocabulary_of(rank, self.tp.size, self.num_tokens)) for rank in range(self.tp.size)]
+        parts = self.tp.all_gather(self(states).t(), sizes)
+        return torch.cat([part.t() for part in parts], 1)
 
 
 def vocab_parallel_outputs(
@@ -337,6 +345,18 @@ def vocab_parallel_likeliest(
     most, place = torch.cat(tp.all_gather(most, sizes), 1).topk(num, dim=-1)
     ids = torch.cat(tp.all_gather(ids + tokens.start, sizes), 1).gather(1, place)
     return chosen, most, ids, largest + total.log()
+
+
+def peers_of(model: PreTrainedModel) -> Collective:
+    """Return the ranks over which a language model is cut: they make every pass together."""
+    head = model.get_output_embeddings()
+    return head.tp if isinstance(head, VocabParallelLinear) else Solo()
+
+
+def whole_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Return the logits of the whole vocabulary, of a model that may be cut, before a softcap: [B, E] -> [B, V]."""
+    head = lm_head(model)
+    return head.all_logits(states) if isinstance(head, VocabParallelLinear) else head(states)
 
 
 def family_of(model_type: str) -> Family:

@@ -12,7 +12,7 @@ from rallypoint.parallel.autograd import (
     share_rows,
     sum_rows,
 )
-from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
+from rallypoint.parallel.collective import Collective, Grouped, Solo, connect, least_of
 from rallypoint.parallel.fsdp import held, shard_rows
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
@@ -32,6 +32,7 @@ __all__ = [
     "exchange_for_rows",
     "gather_rows",
     "held",
+    "least_of",
     "meet",
     "reduce",
     "replicate",

@@ -137,6 +137,17 @@ class Grouped:
         return tensor.is_contiguous() and tensor.device.type == self.group.device
 
 
+def least_of(group: Collective, number: int) -> int:
+    """Return the least of the numbers that the ranks of a group have.
+
+    >>> least_of(Solo(), 3)
+    3
+    """
+    least = torch.tensor([-number])
+    group.all_reduce_max(least)
+    return -int(least)
+
+
 def connect(
     rendezvous: Rendezvous,
     name: str,

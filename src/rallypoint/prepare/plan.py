@@ -211,8 +211,10 @@ def sent_bytes(config: RunConfig) -> int:
 
 def why_server(config: RunConfig) -> str:
     """Return what a vLLM server samples faster than our own engine off the CPU; nothing if it does not, or cannot."""
-    shape = shape_of(config)
-    if config.cluster.device == "cpu" or "rollout" not in config.roles or any(vllm_problems(config)):
+    shape, roles = shape_of(config), config.roles
+    if config.cluster.device == "cpu" or "rollout" not in roles or any(vllm_problems(config)):
+        return ""
+    if config.rollout.mesh.tp > 1 and roles["rollout"].pool == roles["actor"].pool:  # the actor's ranks sample together
         return ""
     found = ["its adapters"] if config.model.lora is not None else []
     if shape is not None and (faster := [kind.served_faster for kind in shape.kinds if kind.served_faster]):

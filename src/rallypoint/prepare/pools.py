@@ -36,7 +36,8 @@ def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
 
 def _parts_of_server(config: RunConfig, pool: str) -> int:
     """Return over how many devices the server of each process of a pool cuts its model; 1 without one."""
-    return config.rollout.mesh.tp if "rollout" in config.roles and config.roles["rollout"].pool == pool else 1
+    has_server = config.rollout.engine == "vllm" and "rollout" in config.roles and config.roles["rollout"].pool == pool
+    return config.rollout.mesh.tp if has_server else 1
 
 
 def num_devices(config: RunConfig) -> float:

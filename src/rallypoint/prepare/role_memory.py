@@ -112,7 +112,8 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     weights, optimizer = own * size, trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0
     if learner is not None and sizes["dp_shard"] > 1 and size < _WIDE:  # the shards are the masters
         weights, optimizer = weights + trained * (_WIDE - size), 2 * trained * _WIDE
-    sampled = shape.part(sizes["tp"], None) if role == "rollout" else shape
+    # Every rank draws from the logits of all tokens.
+    sampled = dataclasses.replace(shape.part(sizes["tp"], None), vocab_size=shape.vocab_size)
     activations = sampling_bytes(config, sampled) if role == "rollout" else _activation_bytes(config, shape, role)
     if learner is not None and sizes["dp_replicate"] > 1:
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
@@ -308,7 +309,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None
     if config.cluster.device == "cpu" and tokens is None:
         longest = (config.data.max_prompt_tokens, rollout.max_response_tokens)
         prompt, response = (-(-one // BLOCK_TOKENS) * BLOCK_TOKENS for one in longest)
-        num_prompts = -(-config.max_groups // config.num_ranks("rollout"))
+        num_prompts = -(-config.max_groups // config.num_parts("rollout"))
         trained = num_prompts * prompt + together * rollout.group_size * response
         num_validated = _num_validated(config)
         validated = num_validated * prompt + min(num_validated, rollout.max_batch_rows) * response
@@ -341,15 +342,15 @@ def _num_validated(config: RunConfig) -> int:
     if made is not None:
         num = min(made.num_validation_prompts, most or made.num_validation_prompts)
     else:
-        num = (most or config.rollout.max_batch_rows * config.num_ranks("rollout")) if config.data.validation else 0
-    return -(-num // config.num_ranks("rollout"))
+        num = (most or config.rollout.max_batch_rows * config.num_parts("rollout")) if config.data.validation else 0
+    return -(-num // config.num_parts("rollout"))
 
 
 def _groups_together(config: RunConfig) -> int:
     """Return how many prompts a process of the rollout role decodes at a time."""
     rollout = config.rollout
     return min(
-        -(-config.max_groups // config.num_ranks("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
+        -(-config.max_groups // config.num_parts("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
     )
 
 

@@ -161,7 +161,8 @@ def _sampling(
     size = 2 if config.model.dtype == "bfloat16" else 4
     tp = config.rollout.mesh.tp  # devices of a server do their parts at the same time
     per_token, cached = 2.0 * shape.token_cost / tp, cache_bytes_per_token(config, shape.part(tp, None))
-    num_rows = -(-config.num_rows // memory.num_ranks)
+    num_copies = config.num_parts("rollout")
+    num_rows = -(-config.num_rows // num_copies)
     at_once = max(1, min(num_rows, config.rollout.max_batch_rows, int(memory.cache / cached / (prompt + response))))
     num_waves, context = num_rows / at_once, prompt + response / 2
     head = 2 * shape.hidden_size * shape.vocab_size / tp
@@ -169,7 +170,7 @@ def _sampling(
     steps = num_waves * response
     of_layer = _LAUNCHES_OF_A_LAYER + (2 if tp > 1 else 0)  # with the sums over devices
     launches = of_layer * shape.num_layers + _LAUNCHES_OF_A_TOKEN
-    num_prompts = config.num_examples / memory.num_ranks
+    num_prompts = config.num_examples / num_copies
     return {
         "arithmetic": num_prompts * prompt * per_token / (_PREFILL * device.peak(size))
         + steps * at_once * one / (_DECODING * device.peak(size)),

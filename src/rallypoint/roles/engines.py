@@ -196,4 +196,4 @@ def _adapter_rank(lora: LoRAConfig | None) -> int | None:
 def _num_rows(config: RunConfig) -> int:
     """Return how many rollouts a rank has to itself, as far as they run together."""
     rollout = config.rollout
-    return min(rollout.max_batch_rows, -(-config.max_groups // config.num_ranks("rollout")) * rollout.group_size)
+    return min(rollout.max_batch_rows, -(-config.max_groups // config.num_parts("rollout")) * rollout.group_size)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-from rallypoint.errors import RequestError
+import torch
+import xxhash
+
+from rallypoint.errors import DeterminismError, RequestError
 from rallypoint.generation import GenerationEngine, Output, Request
+from rallypoint.parallel import DeviceMesh
 
 SLICE_S = 0.25
 """Seconds that a rank samples before it answers, if no request ends."""
@@ -47,9 +51,22 @@ class SliceResult:
 class RankEngine:
     """An engine, whose requests have the driver's numbers."""
 
-    def __init__(self, engine: GenerationEngine, tick: Callable[[], None]) -> None:
-        self.engine, self._tick = engine, tick
+    def __init__(self, engine: GenerationEngine, tick: Callable[[], None], mesh: DeviceMesh | None = None) -> None:
+        """Take an engine.
+
+        Args:
+            engine: of this rank.
+            tick: called after every step.
+            mesh: of the model, whose ranks along `tp` take the same steps; None: the model is whole.
+        """
+        self.engine, self._tick, self._mesh = engine, tick, mesh or DeviceMesh.solo()
         self._numbers: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave the ranks that share the model if the block raises: they would wait for this one."""
+        with self._mesh.abandoned_on_error() if self._mesh.tp.size > 1 else contextlib.nullcontext():
+            yield
 
     def take(self, asked: SliceRequest, *, streamed: bool = False) -> list[Output]:
         """Begin with requests and give others up; return the ends of those that the engine refuses."""
@@ -68,12 +85,17 @@ class RankEngine:
         return refused
 
     def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> SliceResult:
-        """Step so many times, or for a slice of time; no longer than there is a request."""
+        """Step so many times, or for a slice of time; no longer than there is a request.
+
+        Raises:
+            DeterminismError: ranks that share the model sampled different tokens.
+        """
         outputs: list[Output] = []
         began, has_ended, num_taken = time.monotonic(), False, 0
         while self.engine.has_work and num_taken != num_steps:
             num_taken += 1
-            for output in self.engine.step():
+            new = self.engine.step()
+            for output in new:
                 number = self._numbers[output.request_id]
                 if output.finish_reason is not None:
                     del self._numbers[output.request_id]
@@ -81,9 +103,26 @@ class RankEngine:
                 outputs.append(dataclasses.replace(output, request_id=number))
             self._tick()
             slice_s = _SHORTEST_SLICE_S if has_ended and until_one_ends else SLICE_S
-            if num_steps is None and time.monotonic() - began >= slice_s:
+            is_over = num_steps is None and time.monotonic() - began >= slice_s
+            if self._is_over(is_over, new):
                 break
         return SliceResult(tuple(outputs), num_taken, time.monotonic() - began)
+
+    def _is_over(self, is_over: bool, new: Sequence[Output]) -> bool:
+        """Return what the first of the ranks that share the model says, as clocks differ; compare what they sampled."""
+        peers = self._mesh.tp
+        if peers.size == 1:
+            return is_over
+        found = [(one.request_id, one.tokens, one.logprobs, one.finish_reason) for one in new]
+        digest = xxhash.xxh3_64_intdigest(repr(found).encode()) >> 1  # as int64 has a sign
+        said = torch.tensor([is_over and peers.rank == 0, digest, -digest])
+        peers.all_reduce_max(said)
+        if said[1] != -said[2]:
+            raise DeterminismError(
+                f"the {peers.size} ranks that share a model (rollout.mesh.tp) sampled different tokens from the same "
+                "logits; processors or devices of one kind sample the same"
+            )
+        return bool(said[0])
 
     def clear(self) -> None:
         """Forget all requests; the engine is asleep."""

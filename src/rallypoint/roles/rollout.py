@@ -63,7 +63,7 @@ class RolloutWorker(LeaseHolder):
             self._shard = self._own_model(context, spec)
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
         self._engine.sleep()
-        self._training = RankEngine(self._engine, context.tick)
+        self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh)
         self._guests: GuestEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
@@ -96,12 +96,12 @@ class RolloutWorker(LeaseHolder):
         """
         if not asked.new and not self._engine.has_work:
             return SliceResult()
-        self.check_whole()
-        if asked.version != self._engine.version:
-            raise WeightsMismatchError(
-                f"expected to sample from version {asked.version}, but version {self._engine.version} is loaded"
-            )
-        with contextlib.ExitStack() as if_it_fails:
+        with self._training.together(), contextlib.ExitStack() as if_it_fails:
+            self.check_whole()
+            if asked.version != self._engine.version:
+                raise WeightsMismatchError(
+                    f"expected to sample from version {asked.version}, but version {self._engine.version} is loaded"
+                )
             if_it_fails.callback(self.forget)
             if not self._is_sampling:
                 self._sampling.enter_context(self.lease.held(doing="sample"))
@@ -142,7 +142,7 @@ class RolloutWorker(LeaseHolder):
 
         def make() -> RankEngine:
             engine = make_guest_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
-            return RankEngine(engine, self._context.tick)
+            return RankEngine(engine, self._context.tick, self._shard and self._shard.mesh)
 
         self._guests = GuestEngine(make)
         return self._guests.max_request_tokens
@@ -154,7 +154,8 @@ class RolloutWorker(LeaseHolder):
         assert self._guests is not None, "`open_guests` comes first"
         assert not self._is_sampling, "training samples: persons wait"
         self.check_whole()
-        return self._guests.advance(asked, self._engine.version)
+        with self._training.together():
+            return self._guests.advance(asked, self._engine.version)
 
     def memory(self) -> Metrics:
         """See `LeaseHolder.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
@@ -260,12 +261,12 @@ class Rollouts:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that sample, each with all of the weights."""
-        return self._group.mesh.size
+        """Ranks that sample, each with all of the weights; ranks that share them (`rollout.mesh.tp`) count as one."""
+        return self._group.mesh.num_parts
 
     async def advance(self, rank: int, asked: SliceRequest) -> SliceResult:
         """Have a rank sample for a slice; it is sent at once, before the first wait."""
-        return await self._group.call_rank(rank, RolloutWorker.advance, asked)
+        return await self._group.call_ranks(self._group.mesh.sharing(rank), RolloutWorker.advance, asked)
 
     async def forget(self) -> None:
         """Have all ranks drop what they sample for training and sessions."""
@@ -276,11 +277,11 @@ class Rollouts:
         if isinstance(self.transport, Stream):
             self.transport.is_open = False  # it led to the process that was lost
         if self._max_guest_rows is not None:
-            await self._group.call_rank(rank, RolloutWorker.open_guests, self._max_guest_rows)
+            await self._group.call_ranks([rank], RolloutWorker.open_guests, self._max_guest_rows)
         if self.publisher is None or self.publisher.version != version:
             return
         written = await self.publisher.written("rollout")
-        await self._group.call_rank(rank, RolloutWorker.load, version, WrittenFolder("folder"), written)
+        await self._group.call_ranks([rank], RolloutWorker.load, version, WrittenFolder("folder"), written)
         published_folder.remove_others(written)  # a server that is started again reads it, too
 
     async def open_guests(self, max_rows: int) -> int:
@@ -290,7 +291,9 @@ class Rollouts:
 
     async def advance_guests(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:
         """Have all ranks sample for persons for a slice."""
-        return await self._group.call(RolloutWorker.advance_guests, asked)
+        mesh = self._group.mesh
+        each = [asked[mesh.part(rank)] for rank in range(mesh.size)]
+        return (await self._group.call(RolloutWorker.advance_guests, each))[:: mesh.size // mesh.num_parts]
 
     async def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """Connect every rank to the ranks that send weights."""

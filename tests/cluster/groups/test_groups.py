@@ -170,7 +170,15 @@ def test_broadcast_calls_all_and_returns_the_first_ranks_result(group, run):
 
 
 def test_one_rank_can_be_called_without_the_others(group, run):
-    assert run(group.call_rank(1, Worker.echo, [7, 8], factor=10)) == [(1, 70), (1, 80)]
+    assert run(group.call_ranks([1], Worker.echo, [7, 8], factor=10)) == [(1, 70), (1, 80)]
+
+
+def test_some_ranks_can_be_called_together_and_the_first_answers(grid, run):
+    before = [run(grid.call_ranks([rank], Worker.add, 0)) for rank in range(4)]
+    assert run(grid.call_ranks([2, 3], Worker.add, 5)) == before[2] + 5
+    after = [run(grid.call_ranks([rank], Worker.add, 0)) for rank in range(4)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 5, 5]
+    run(grid.call_ranks([2, 3], Worker.add, -5))
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,22 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: several devices without a server": (
         "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.mesh.tp=2",
-        ("rollout.mesh.tp=2: rollout.engine='native' has a whole model in every process", "rollout.engine=vllm"),
+        (
+            "rollout.mesh.tp=2 with rollout.placement.pool=second and actor.mesh.tp=1",
+            "expected rollout.placement.pool=main actor.mesh.tp=2, or rollout.engine=vllm with a pool of its own",
+        ),
+    ),
+    "fit: ranks that sample together, and have whole models": (
+        "cluster.pools.main=[2] rollout.engine=hf actor.mesh.tp=2 rollout.mesh.tp=2",
+        ("rollout.mesh.tp=2 with rollout.engine=hf", "expected rollout.engine=native, or"),
+    ),
+    "fit: ranks that sample together, of which one is missing": (
+        "cluster.pools.main=[2] actor.mesh.tp=2 rollout.mesh.tp=2 rollout.placement.num_ranks=1",
+        ("rollout.mesh: tp=2 makes 2 ranks, but the role has 1", "or rollout.placement.num_ranks=2"),
+    ),
+    "fit: ranks that sample together, bit by bit": (
+        "cluster.pools.main=[2] actor.mesh.tp=2 rollout.mesh.tp=2 rollout.exact=true",
+        ("rollout.exact=true with rollout.mesh.tp=2", "expected rollout.exact=false, or rollout.mesh.tp=1"),
     ),
     "fit: several devices beside the actor": (
         "rollout.engine=vllm rollout.mesh.tp=2",

@@ -31,7 +31,7 @@ def head_of(mesh, weight, bias):
         part.weight.copy_(weight[own])
         if bias is not None:
             part.bias.copy_(bias[own])
-    return VocabParallelLinear(part, tokens, mesh.tp)
+    return VocabParallelLinear(part, len(weight), mesh.tp)
 
 
 def draw(num_tokens, vocabulary, dtype, *, bias=True, seed=0):

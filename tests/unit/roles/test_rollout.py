@@ -1,13 +1,17 @@
 """The worker that samples, called as the plain object that it is."""
 
+import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from tiny_models import make_tiny_model
 
 from rallypoint.cluster import Mesh, WorkerContext
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import load_config
+from rallypoint.errors import MembershipLostError, PeerFailedError, WeightsMismatchError
 from rallypoint.generation import Request, SamplingParams
 from rallypoint.models import PackedRows, lm_head
 from rallypoint.recipes.recipe import actor_loss_of
@@ -71,3 +75,34 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     assert rest[-1].finish_reason == "length"
     expected = logprobs_of(model, [*prompt, *before, *after])[-len(after) :]
     torch.testing.assert_close(torch.tensor([p for output in rest for p in output.logprobs]), expected)
+
+
+def test_a_rank_that_fails_ends_what_it_samples_with_others(tmp_path, model):
+    mesh = Mesh({"dp_replicate": 1, "dp_shard": 1, "ep": 1, "sp": 1, "tp": 2})
+    overrides = ["cluster.pools={main: [2]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"]
+    config, request = (
+        load_config("digits", overrides).config,
+        Request(tokens=(3, 4), params=SamplingParams(max_new_tokens=5)),
+    )
+    with open_rendezvous("memory", "rollouts", lease_s=20) as rendezvous, ThreadPoolExecutor(2) as pool:
+        spec = WorkerSpec(config, model, SharedFolder.marked(tmp_path), rendezvous)
+
+        def worker(rank):
+            context = WorkerContext("actor", rank, mesh, 1, "cpu", {}, lambda: None)
+            ActorWorker(context, spec, actor_loss_of(config))
+            return RolloutWorker(dataclasses.replace(context, role="rollout"), spec, shares_actor=True)
+
+        ranks = list(pool.map(worker, range(2)))
+        both = [pool.submit(rank.advance, SliceRequest(new=((1, request),))) for rank in ranks]
+        first, second = (one.result() for one in both)
+        assert first.outputs == second.outputs
+        assert first.outputs[-1].finish_reason == "length"
+
+        calls = zip(ranks, (0, 7), strict=True)
+        waits, fails = [
+            pool.submit(rank.advance, SliceRequest(((2, request),), version=version)) for rank, version in calls
+        ]
+        with pytest.raises(WeightsMismatchError, match="version 7"):
+            fails.result()
+        with pytest.raises((PeerFailedError, MembershipLostError)):
+            waits.result()

@@ -34,10 +34,15 @@ class MeshConfig(Section):
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 
 
-class ServerMeshConfig(Section):
-    """How the devices of a rollout process divide the model of its server."""
+class RolloutMeshConfig(Section):
+    """How ranks that sample together divide the model, or devices of a process that of its server."""
 
-    tp: int = key(1, at_least=1, hidden=True, help="Devices that each vLLM server cuts the model over.")
+    tp: int = key(
+        1,
+        at_least=1,
+        hidden=True,
+        help="Ranks that sample together (as many as actor.mesh.tp), or devices of a vLLM server.",
+    )
 
 
 class ClusterConfig(Section):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Strict, Tag
 
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
-from rallypoint.config.sections.places import PlacementConfig, ServerMeshConfig
+from rallypoint.config.sections.places import PlacementConfig, RolloutMeshConfig
 
 
 class ToolConfig(Section):
@@ -172,7 +172,9 @@ class RolloutConfig(Section):
         help="Share of a step's rollouts that may fail or lack a score; with more the run stops.",
     )
     placement: PlacementConfig = section(PlacementConfig, help="Where rollouts are sampled.")
-    mesh: ServerMeshConfig = section(ServerMeshConfig, help="How devices divide the model that a server samples from.")
+    mesh: RolloutMeshConfig = section(
+        RolloutMeshConfig, help="How ranks, or devices of a server, divide the model that is sampled from."
+    )
 
     @property
     def own_episode(self) -> str | None:

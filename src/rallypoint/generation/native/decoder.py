@@ -26,6 +26,7 @@ from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.kinds.linear_attention import DeltaRows
 from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
+from rallypoint.models.tensor_parallel import whole_logits
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Least rows and width of states for products on a CPU in bfloat16 to be computed as weights times states. What stands
@@ -209,7 +210,7 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[B, E] -> [B, V]."""
-        return soft_capped(lm_head(self.model)(states), logit_softcap(self.model.config))
+        return soft_capped(whole_logits(self.model, states), logit_softcap(self.model.config))
 
     def probe(self) -> LayerShapes:
         """Find out whether the model is plain, and the shapes of its layers.

@@ -10,6 +10,10 @@ In the mode `fast` the last bits of logits depend on which tokens are computed t
 products depends on their size. So two runs that batch differently may sample different tokens if the random number lies
 within 1e-6 (float32) or 1e-2 (bfloat16) of the boundary between two. In the mode `exact` every product has one shape,
 and logits are bit-identical whatever else is in the batch.
+
+Ranks over which a model is cut (`models.tensor_parallel`) have an engine each, with the keys and values of their own
+heads. They must be given the same requests, cancellations and steps in the same order. Then they schedule alike, and
+draw the same tokens, as all have the same logits (see decision 0041).
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from rallypoint.generation.native.scheduler import Scheduler
 from rallypoint.generation.native.sequence import Sequence
 from rallypoint.generation.protocol import Output, Request, is_whole, refuse_unless
 from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
+from rallypoint.models.tensor_parallel import peers_of
+from rallypoint.parallel import least_of
 
 _LEAST_CACHE_TOKENS = 2 * BLOCK_TOKENS
 """A prompt and its response begin a block each."""
@@ -86,7 +92,8 @@ class NativeEngine:
             ("on_load", on_load, on_load in ("keep", "recompute"), "'keep' or 'recompute'"),
         )
         self.model, self.version, self.is_asleep = model, version, False
-        self._keeps_memory, self._recomputes, self._decode = keeps_memory, on_load == "recompute", decode
+        self._keeps_memory = bool(least_of(peers_of(model), keeps_memory))  # ranks may have unlike devices
+        self._recomputes, self._decode = on_load == "recompute", decode
         self._num_blocks = -(-size.least_tokens // BLOCK_TOKENS)
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)

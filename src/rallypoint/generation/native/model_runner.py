@@ -24,6 +24,8 @@ from rallypoint.generation.native.recurrent import RecurrentStates, in_turns
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
 from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
+from rallypoint.models.tensor_parallel import peers_of
+from rallypoint.parallel import least_of
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
 """Rows that may be wasted, as a part of a step's rows. To make batches takes about as long for any model: at 1M, whose
@@ -179,6 +181,7 @@ class ModelRunner:
         recurrent = None if shapes.delta is None else RecurrentStates(self._max_rows, shapes.delta)
         token_bytes = 2 * shapes.num_layers * shapes.kv_heads * shapes.head_dim * shapes.like.element_size()
         num_tokens = self._cache_size.num_tokens(token_bytes, shapes.like.device)
+        num_tokens = least_of(peers_of(self._backend.decoder.model), num_tokens)  # they admit the same sequences
         self.cache = KVCache(-(-num_tokens // BLOCK_TOKENS), shapes, recurrent=recurrent)
         return self.cache
 
