@@ -285,11 +285,17 @@ def _time(config: RunConfig, time: StepTime) -> tuple[str, list[str]]:
     total = f"{'a step':14}  {_between(*time.seconds)} s"
     if config.trainer.num_epochs is None:
         hours = [config.trainer.num_steps * seconds / 3600 for seconds in time.seconds]
-        total += f"; {counted(config.trainer.num_steps, 'step')}: {_between(*hours)} h, "
-        total += f"{_between(*(time.num_devices * one for one in hours))} device-hours"
+        took = f"{_between(*hours)} h" if hours[1] >= 1 else f"{_between(*(60 * one for one in hours))} min"
+        total += f"; {counted(config.trainer.num_steps, 'step')}: {took}"
+        if time.num_devices:
+            total += f", {_between(*(time.num_devices * one for one in hours))} device-hours"
     lines += [total + (", pools beside each other" if time.is_ahead else ""), ""]
+    if not time.num_devices:
+        processes = counted(sum(map(sum, config.cluster.pools.values())), "process", "es")
+        each = counted(config.cluster.num_cpus_per_process, "core")
+        lines.insert(-1, f"{'':14}  by what {processes} of {each} were measured to compute here")
     return (
-        "time, estimated: responses half as long as they may be, to as long as that; without rewards and tools",
+        "time, estimated without rewards and tools: responses half to all as long as they may be",
         lines,
     )
 

@@ -182,8 +182,13 @@ def engines_folder() -> Path:
     """Return where environments are: RALLYPOINT_ENGINES, or a folder in the user's cache."""
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen).expanduser().absolute()
+    return cache_folder() / "engines"
+
+
+def cache_folder() -> Path:
+    """Return our folder in the user's cache; it may not be there yet."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser().absolute() / "rallypoint" / "engines"
+    return Path(cache).expanduser().absolute() / "rallypoint"
 
 
 def find_engine(name: str) -> Installed:

@@ -6,18 +6,25 @@ never holds a context on a GPU that workers need.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from rallypoint.cluster.capacity import memory_bytes, num_cores
 from rallypoint.config import RunConfig
 from rallypoint.errors import ConfigError
-from rallypoint.observability.devices import DEVICES
+from rallypoint.install import cache_folder
+from rallypoint.observability.devices import DEVICES, NUMBERS, ROWS, WIDTHS, Cores
 from rallypoint.prepare.checkup import ask_driver
 
 _ASK_TORCH = """
@@ -93,6 +100,60 @@ def imagine(text: str) -> Machine:
     num = num_nodes * int(found[2] or found[1] or 1)
     device = Accelerator(kind, round(OF_TYPES[kind] * _GIB))
     return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num, num_nodes=num_nodes, is_cluster=True)
+
+
+@functools.cache
+def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
+    """Return what each of some processes computes in a second, all of them at once; None if that cannot be measured.
+
+    It is measured once for a processor and a version of torch, and then read from a file in the user's cache folder.
+    """
+    asked, where = (num_processes, num_threads, dtype), (platform.node(), _processor(), num_cores())
+    how = (*map(importlib.metadata.version, ("rallypoint", "torch")), WIDTHS, ROWS, NUMBERS)
+    file = cache_folder() / f"cores-{hashlib.sha256(repr((asked, where, how)).encode()).hexdigest()[:16]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Cores(**json.loads(file.read_text(encoding="utf-8")))
+    cores = measure_cores(*asked)
+    if cores is not None:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(dataclasses.asdict(cores)), encoding="utf-8")
+            part.replace(file)
+    return cores
+
+
+def measure_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
+    """Measure what `find_cores` returns: in about three seconds, most of which it takes to import torch."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"num_ranks": num_processes, "num_threads": num_threads, "dtype": dtype, "place": f"{folder}/meeting"}
+        asked |= {"widths": WIDTHS, "rows": ROWS, "numbers": NUMBERS}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "rallypoint.cpu.speed", str(rank), json.dumps(asked)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
+            )
+            for rank in range(num_processes)
+        ]
+        try:
+            said = [process.communicate(timeout=_PATIENCE_S)[0] for process in processes]
+            return Cores(**json.loads(said[0]))
+        except (ValueError, subprocess.TimeoutExpired):
+            return None
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _processor() -> str:
+    """Return the name of this machine's processor, as Linux has it, or else as Python does."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from rallypoint.install import installed_engines
 from rallypoint.observability.devices import find_device
 from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import gib
-from rallypoint.prepare.inventory import OF_TYPES, Accelerator, Machine, look_around
+from rallypoint.prepare.inventory import OF_TYPES, Accelerator, Machine, find_cores, look_around
 from rallypoint.prepare.plan import SAFE, RunPlan, activations_bytes, choose, make_plan, sent_bytes, why_server
 from rallypoint.prepare.pools import num_devices, resource_pools
 from rallypoint.prepare.step_time import StepTime, step_time
@@ -87,9 +87,17 @@ def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
 
 
 def time_on(config: RunConfig, plan: RunPlan, machine: Machine) -> StepTime | None:
-    """Return the time of a step on this machine; None where its devices or the model are not known."""
-    accelerator = _device(config, machine)
+    """Return the time of a step on this machine; None where its devices or the model are not known.
+
+    What its cores do is measured.
+    """
+    if not plan.memory:
+        return None
+    cluster, accelerator = config.cluster, _device(config, machine)
     device = find_device(accelerator.name) if accelerator is not None else None
+    if cluster.device == "cpu" and cluster.address is None and not machine.is_cluster:
+        num_processes = sum(map(sum, cluster.pools.values()))
+        device = find_cores(num_processes, cluster.num_cpus_per_process, config.model.dtype)
     return step_time(config, plan, device) if device is not None else None
 
 

@@ -1,38 +1,108 @@
-"""How long a step takes on accelerators, predicted from the config: by phase, from operations, bytes and launches.
+"""How long a step takes, predicted from the config: by phase, from operations, bytes and launches.
 
-Owns: the arithmetic of a step's time. Must not know: how a phase is done. Its constants are shares of what a device's
-vendor prints, as they were measured on an H100 and an H200 with a model of 0.6B (docs/gpu.md). Each phase has two
-bounds: responses half as long as they may be, and rows of one length; or responses as long as they may be, and rows of
-many lengths. Rewards, tools and agents are not in it.
+Owns: the arithmetic of a step's time. Must not know: how a phase is done. What accelerators do is known from their
+vendors, and their constants are shares of it, as they were measured on an H100 and an H200 with a model of 0.6B
+(docs/gpu.md). What cores do is measured on the machine itself (docs/cpu.md). Each phase has two bounds: responses half
+as long as they may be, and rows of one length; or responses as long as they may be, and rows of many lengths. Rewards,
+tools and agents are not in it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.shape import ModelShape, role_shapes
 from rallypoint.config.transport import transport_name
 from rallypoint.config.tree import RunConfig
-from rallypoint.observability.devices import Device
+from rallypoint.observability.devices import Cores, Device
 from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.pools import num_devices
 from rallypoint.prepare.role_memory import RoleMemory, cache_bytes_per_token
 
-_OF_RAGGED_ROWS, _OF_EQUAL_ROWS = 0.28, 0.42
-"""Shares of the peak that passes over whole rows reach."""
-_PREFILL, _DECODING = 0.15, 0.6
-"""Shares of the peak that prompts reach while they are read, and products of one token a row."""
-_WEIGHTS, _CACHE, _STATES = 0.8, 0.4, 0.7
-"""Shares of the bandwidth at which decoding reads weights and cache, and an optimizer its states."""
-_LAUNCH_S = 3.6e-6
-_LAUNCHES_OF_A_LAYER, _LAUNCHES_OF_A_TOKEN = 11, 20
-"""Kernels of a layer, and of head and sampling, in a step of decoding."""
-_GATHERED_PER_S = 1.5e11
-"""Bytes a second in which ranks of dp_shard get each other's weights, within a node."""
-_LINKS: Mapping[str, float] = {"memory": 4e9, "ipc": 2e10, "broadcast": 8e9, "folder": 7e8}
-"""Transport of published weights -> bytes a second; what an H100's ranks were seen or estimated to get."""
+
+class _Passes(NamedTuple):
+    """What passes need beside their products."""
+
+    launches_of_layer: int
+    other_launches: int
+    numbers: float
+    """Numbers that a layer reads and writes between its products for each hidden number of a token."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Costs:
+    """What a kind of device reaches, and what the code for it needs."""
+
+    of_rows: tuple[float, float]
+    """Shares of the peak that passes over whole rows reach: of one length, and of many."""
+    prefill: float
+    """Likewise, prompts while they are read."""
+    decoding: float
+    """Likewise, products of one token a row."""
+    weights: float
+    """Share of the bandwidth at which decoding reads weights."""
+    cache: float
+    """Likewise, the cache."""
+    states: float
+    """Likewise, an optimizer its states."""
+    hides_sums: bool
+    """Whether sums of gradients are over when their backward pass is."""
+    forward: _Passes
+    update: _Passes
+    decode: _Passes
+    launches_of_token: float
+    """Launches for each row that decodes, to draw its token and keep it."""
+    launches_of_row: float
+    """Likewise of the driver, while a row is sampled: its request, its tokens and its place in a batch."""
+    launches_of_call: float
+    """Likewise of the driver and the processes that it calls, for each phase of a role."""
+    links: Mapping[str, float]
+    """Transport of published weights -> bytes a second."""
+
+
+_OF_ACCELERATORS = _Costs(
+    of_rows=(0.42, 0.28),
+    prefill=0.15,
+    decoding=0.6,
+    weights=0.8,
+    cache=0.4,
+    states=0.7,
+    hides_sums=True,
+    forward=_Passes(0, 0, 0),  # the shares have it
+    update=_Passes(0, 0, 0),
+    decode=_Passes(11, 20, 0),
+    launches_of_token=0,
+    launches_of_row=0,
+    launches_of_call=0,
+    links={"memory": 4e9, "ipc": 2e10, "broadcast": 8e9, "folder": 7e8},
+)
+"""As they were measured on an H100 and an H200 with a model of 0.6B; links of several devices are estimated."""
+_OF_CORES = _Costs(
+    of_rows=(0.9, 0.9),  # of what products of that size were measured to reach
+    prefill=0.9,
+    decoding=1,
+    weights=1,
+    cache=0.5,
+    states=0.7,  # gradients are read again for their norm, clipped, and set to zero
+    hides_sums=False,
+    forward=_Passes(320, 3450, 155),
+    update=_Passes(2000, 4500, 340),
+    decode=_Passes(80, 100, 430),
+    launches_of_token=8,
+    launches_of_row=100,
+    launches_of_call=2000,
+    links={"memory": 8e9, "broadcast": 2e9, "folder": 9e8},
+)
+"""Fitted to the CPU seconds of passes and of decoding, ten small models each, and to runs; docs/cpu.md has the rest.
+
+Launches are worth as many small operations of torch, with the Python around them; numbers as many that are added.
+"""
+_COSTS: Mapping[type, _Costs] = {Device: _OF_ACCELERATORS, Cores: _OF_CORES}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +123,7 @@ class StepTime:
 
     phases: tuple[Phase, ...]
     num_devices: int
+    """Accelerators that the run holds; 0 on cores."""
     is_ahead: bool
     """Whether pools work at the same time, as rollouts may be older than the actor."""
 
@@ -71,7 +142,7 @@ class StepTime:
         return together(least for least, _ in of_pools), together(most for _, most in of_pools)
 
 
-def step_time(config: RunConfig, plan: RunPlan, device: Device) -> StepTime | None:
+def step_time(config: RunConfig, plan: RunPlan, device: Device | Cores) -> StepTime | None:
     """Predict the time of a step; None while a model is not known.
 
     Args:
@@ -81,46 +152,85 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device) -> StepTime | No
     """
     if not plan.memory:
         return None
-    found: list[Phase] = []
+    pace, found = _Pace(config, device, _COSTS[type(device)]), list[Phase]()
     for memory in plan.memory:
         shapes = [shape for shape in role_shapes(config, memory.role) if shape is not None]
         for name in ("rollout",) if memory.role == "rollout" else ("pass", "update"):
-            bounds = [_terms(config, plan, memory, shapes, name, device, share) for share in (0.5, 1.0)]
+            bounds = [_terms(pace, plan, memory, shapes, name, share) for share in (0.5, 1.0)]
             least, most = (sum(terms.values()) for terms in bounds)
             if most:
                 title = memory.role if name == "rollout" else f"{memory.role} {name}"
                 found.append(Phase(title, memory.pool, least, most, max(bounds[1], key=bounds[1].__getitem__)))
-    found += _publishing(config, plan)
-    return StepTime(tuple(found), round(num_devices(config)), is_ahead=config.rollout.max_staleness > 0)
+    name = transport_name(config) or "broadcast"
+    if name != "shared" and plan.num_parameters is not None:
+        seconds = plan.num_parameters * pace.size / pace.costs.links[name]
+        found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, name))
+    num = 0 if config.cluster.device == "cpu" else round(num_devices(config))
+    return StepTime(tuple(found), num, is_ahead=config.rollout.max_staleness > 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pace:
+    """A config, and what a process has to compute it with."""
+
+    config: RunConfig
+    device: Device | Cores
+    costs: _Costs
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number of the model."""
+        return 2 if self.config.model.dtype == "bfloat16" else 4
+
+    def peak(self, shape: ModelShape, tokens: float, *, is_update: bool = False) -> float:
+        """Return the operations per second of a layer's products, of so many tokens each; a layer has some seven."""
+        width = math.sqrt(shape.token_cost / shape.num_layers / 7)
+        return self.device.products(self.size, max(1.0, tokens), width, is_update=is_update)
+
+    def beside(self, passes: _Passes, shape: ModelShape, num_passes: float, tokens: float) -> dict[str, float]:
+        """Return what passes of so many tokens each spend beside products -> seconds."""
+        launches = num_passes * (passes.launches_of_layer * shape.num_layers + passes.other_launches)
+        numbers = num_passes * tokens * passes.numbers * shape.hidden_size * shape.num_layers
+        return {
+            "launches": launches * self.device.launch_s,
+            "work between products": numbers * self.size / self.device.moved(tokens * shape.hidden_size),
+        }
 
 
 def _terms(
-    config: RunConfig,
-    plan: RunPlan,
-    memory: RoleMemory,
-    shapes: list[ModelShape],
-    name: str,
-    device: Device,
-    share: float,
+    pace: _Pace, plan: RunPlan, memory: RoleMemory, shapes: list[ModelShape], name: str, share: float
 ) -> dict[str, float]:
     """Return what a phase spends its time on, where responses are a share of their longest -> seconds."""
+    config, device, costs = pace.config, pace.device, pace.costs
     if name == "rollout":
-        return _sampling(config, memory, shapes[0], device, share)
+        return _sampling(pace, memory, shapes[0], share)
     num_passes = _num_updates(config, memory.role) if name == "update" else _num_passes(config, memory.role)
     if not num_passes:
         return {}
-    size = 2 if config.model.dtype == "bfloat16" else 4
-    reached = (_OF_EQUAL_ROWS if share < 1 else _OF_RAGGED_ROWS) * device.peak(size)
-    operations = sum(_forward(config, shape, share) for shape in shapes)
-    terms = {"arithmetic": num_passes * operations / memory.num_ranks / reached}
+    is_update, (num_updates, _, num_micro_batches) = name == "update", plan.updates.get(memory.role, (1, 0, 1))
+    prompt, response = _lengths(config, share)
+    tokens = (config.num_examples * prompt + config.num_rows * (response - 1)) / memory.num_ranks
+    rows = config.num_rows / memory.num_ranks
+    parts = num_updates if is_update else 1
+    cuts = parts * math.ceil(rows * (prompt + response) / parts / config.engine.max_tokens_per_micro_batch)
+    terms = collections.defaultdict[str, float](float, {"calls": costs.launches_of_call * device.launch_s})
+    for shape in shapes:
+        reached = costs.of_rows[share == 1] * pace.peak(shape, tokens / cuts, is_update=is_update)
+        terms["arithmetic"] += num_passes * _forward(config, shape, share) / memory.num_ranks / reached
+        times = num_passes / 3 if is_update else num_passes
+        for what, seconds in pace.beside(
+            costs.update if is_update else costs.forward, shape, times * cuts, tokens / cuts
+        ).items():
+            terms[what] += seconds
+    weights = sum(shape.num_parameters for shape in shapes) * pace.size
     if config.mesh(memory.role)["dp_shard"] > 1:
-        num_updates, _, num_micro_batches = plan.updates.get(memory.role, (1, 0, 1))
-        whole = sum(shape.num_parameters for shape in shapes) * size
-        gathers = 2 * num_updates * num_micro_batches if name == "update" else num_micro_batches
-        terms["gathering weights"] = max(0.0, gathers * whole / _GATHERED_PER_S - terms["arithmetic"])
-    if name == "update":
+        gathers = 2 * num_updates * num_micro_batches if is_update else num_micro_batches
+        terms["gathering weights"] = max(0.0, gathers * weights / device.gathered - terms["arithmetic"])
+    if is_update:
         num_bytes = memory.weights + memory.gradients + memory.optimizer
-        terms["the optimizer's states"] = 2 * plan.updates[memory.role][0] * num_bytes / (_STATES * device.bandwidth)
+        terms["the optimizer's states"] = 2 * num_updates * num_bytes / (costs.states * device.bandwidth)
+        if not costs.hides_sums and config.num_parts(memory.role) > 1:
+            terms["sums of gradients"] = num_updates * memory.gradients / device.gathered
     return terms
 
 
@@ -147,18 +257,16 @@ def _lengths(config: RunConfig, share: float) -> tuple[float, float]:
 def _forward(config: RunConfig, shape: ModelShape, share: float) -> float:
     """Return the operations of one pass over the rows of a step; each prompt is computed once."""
     prompt, response = _lengths(config, share)
-    tokens = config.num_examples * prompt + config.num_rows * response
+    tokens = config.num_examples * prompt + config.num_rows * (response - 1)  # the last token chooses nothing
     pairs = config.num_examples * prompt**2 / 2 + config.num_rows * response * (prompt + response / 2)
     head = 2 * shape.hidden_size * shape.vocab_size * config.num_rows * response
     return 2.0 * shape.token_cost * (tokens + shape.attention_cost * pairs) + head
 
 
-def _sampling(
-    config: RunConfig, memory: RoleMemory, shape: ModelShape, device: Device, share: float
-) -> dict[str, float]:
+def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) -> dict[str, float]:
     """Return what sampling spends its time on, in waves of as many rows as the cache has room for."""
+    config, device, costs, size = pace.config, pace.device, pace.costs, pace.size
     prompt, response = _lengths(config, share)
-    size = 2 if config.model.dtype == "bfloat16" else 4
     tp = config.rollout.mesh.tp  # devices of a server do their parts at the same time
     per_token, cached = 2.0 * shape.token_cost / tp, cache_bytes_per_token(config, shape.part(tp, None))
     num_copies = config.num_parts("rollout")
@@ -168,20 +276,16 @@ def _sampling(
     head = 2 * shape.hidden_size * shape.vocab_size / tp
     one = per_token * (1 + shape.attention_cost * context) + head
     steps = num_waves * response
-    of_layer = _LAUNCHES_OF_A_LAYER + (2 if tp > 1 else 0)  # with the sums over devices
-    launches = of_layer * shape.num_layers + _LAUNCHES_OF_A_TOKEN
-    num_prompts = config.num_examples / num_copies
+    decode = costs.decode._replace(launches_of_layer=costs.decode.launches_of_layer + (2 if tp > 1 else 0))  # and sums
+    read = config.num_examples / num_copies * prompt
+    beside = pace.beside(decode, shape, steps, at_once)
+    prompts = pace.beside(costs.forward, shape, num_waves, read / num_waves)
     return {
-        "arithmetic": num_prompts * prompt * per_token / (_PREFILL * device.peak(size))
-        + steps * at_once * one / (_DECODING * device.peak(size)),
-        "reading weights": steps * shape.num_parameters / tp * size / (_WEIGHTS * device.bandwidth),
-        "reading the cache": steps * at_once * context * cached / (_CACHE * device.bandwidth),
-        "launches": steps * launches * _LAUNCH_S,
+        "arithmetic": read * per_token / (costs.prefill * pace.peak(shape, read / num_waves))
+        + steps * at_once * one / (costs.decoding * pace.peak(shape, at_once)),
+        "reading weights": steps * shape.num_parameters / tp * size / (costs.weights * device.bandwidth),
+        "reading the cache": steps * at_once * context * cached / (costs.cache * device.bandwidth),
+        "drawing tokens": steps * at_once * costs.launches_of_token * device.launch_s,
+        "calls": (costs.launches_of_call + costs.launches_of_row * config.num_rows) * device.launch_s,
+        **{what: seconds + prompts[what] for what, seconds in beside.items()},
     }
-
-
-def _publishing(config: RunConfig, plan: RunPlan) -> Iterator[Phase]:
-    name = transport_name(config) or "broadcast"
-    if name != "shared" and plan.num_parameters is not None:
-        seconds = plan.num_parameters * (2 if config.model.dtype == "bfloat16" else 4) / _LINKS[name]
-        yield Phase("publish", config.roles["rollout"].pool, seconds, seconds, name)

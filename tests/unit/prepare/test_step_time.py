@@ -1,11 +1,16 @@
 """How long a step takes: beside what was measured on one device, and by hand."""
 
+import dataclasses
+import json
+
 import pytest
 
 from rallypoint.config import load_config
-from rallypoint.prepare.inventory import imagine
+from rallypoint.observability.devices import Cores
+from rallypoint.prepare.inventory import Machine, find_cores, imagine
 from rallypoint.prepare.machine import plan_on, time_on
-from rallypoint.prepare.step_time import StepTime
+from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.step_time import StepTime, step_time
 
 MEASURED = ("model.path=Qwen/Qwen3-0.6B", "cluster={device: cuda, pools: {main: [1]}}", "engine.activations=keep")
 
@@ -71,3 +76,69 @@ def test_a_device_that_is_not_known_has_no_time():
     config = load_config("digits").config
     machine = imagine("H100")
     assert time_on(config, plan_on(config, machine), machine) is None, "on the CPU"
+
+
+CORES = Cores(
+    launch_s=2e-6,
+    bandwidth=2e10,
+    gathered=1e9,
+    traffic=[4e10, 2e10],
+    forward=[1e10, 6e10, 1e11, 6e10, 1e11, 1e11, 3e10, 1e11, 1e11],
+    update=[1e10, 6e10, 1e11, 6e10, 1e11, 1e11, 3e10, 1e11, 1e11],
+)
+SIZES = "model.create={hidden_size: 320, num_layers: 8, num_heads: 5, num_key_value_heads: 5, intermediate_size: 896}"
+LONG = "rollout={num_prompts: 32, group_size: 8, max_response_tokens: 32}"
+
+
+def on_cores(*overrides: str, cores: Cores = CORES) -> StepTime:
+    config = load_config("digits-grpo", ["cluster.pools={main: [2]}", *overrides]).config
+    time = step_time(config, make_plan(config), cores)
+    assert time is not None
+    return time
+
+
+def test_cores_are_counted_as_they_were_measured():
+    time = on_cores(SIZES, LONG)
+    assert [each.name for each in time.phases] == ["actor pass", "actor update", "rollout", "reference pass"]
+    assert phase(time, "actor update").limit == "arithmetic"
+    tokens, weights = 32 * 8 + 256 * 31, 8 * (4 * 320**2 + 3 * 320 * 896)
+    assert phase(time, "actor update").most_s > 6 * tokens * weights / 2 / 1e11, "products alone take that long"
+    assert time.num_devices == 0, "nobody counts device-hours"
+
+
+def test_what_makes_a_phase_slow_on_cores():
+    slow = {
+        "actor update": dataclasses.replace(CORES, update=[one / 2 for one in CORES.update]),
+        "reference pass": dataclasses.replace(CORES, traffic=[one / 2 for one in CORES.traffic]),
+        "rollout": dataclasses.replace(CORES, launch_s=2 * CORES.launch_s),
+    }
+    for name, cores in slow.items():
+        assert phase(on_cores(SIZES, LONG, cores=cores), name).most_s > 1.1 * phase(on_cores(SIZES, LONG), name).most_s
+    summed = dataclasses.replace(CORES, gathered=CORES.gathered / 100)
+    assert phase(on_cores(SIZES, cores=summed), "actor update").limit == "sums of gradients"
+    alone = on_cores(SIZES, "cluster.pools={main: [1]}", cores=summed)
+    assert phase(alone, "actor update").limit == "arithmetic", "one process has nobody to sum with"
+
+
+def test_what_cores_do_is_measured_once_and_read_from_then_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load_config("digits-grpo", ["cluster={pools: {main: [2]}, num_cpus_per_process: 1}"]).config
+    machine = Machine(num_cores=2, num_bytes=2**33)
+    first = time_on(config, plan_on(config, machine), machine)
+    assert first is not None
+    [file] = tmp_path.glob("rallypoint/cores-*.json")
+    found = json.loads(file.read_text())
+    assert 1e-7 < found["launch_s"] < 1e-3
+    assert min(found["forward"] + found["update"] + found["traffic"] + [found["gathered"]]) > 1e6
+    find_cores.cache_clear()
+    assert time_on(config, plan_on(config, machine), machine) == first
+    file.write_text("{")
+    find_cores.cache_clear()
+    assert time_on(config, plan_on(config, machine), machine) is not None, "what cannot be read is measured again"
+    assert json.loads(file.read_text()).keys() == found.keys()
+
+
+def test_cores_elsewhere_are_not_measured():
+    config = load_config("digits-grpo", ["cluster.address=auto"]).config
+    machine = Machine(num_cores=2, num_bytes=2**33)
+    assert time_on(config, plan_on(config, machine), machine) is None
