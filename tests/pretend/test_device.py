@@ -118,6 +118,15 @@ def test_page_locked_memory_is_not_to_be_written_while_it_is_copied(pretend):
         pretend.check()
 
 
+def test_a_stream_copies_to_page_locked_memory_after_it_has_copied_from_it(pretend):
+    here = torch.zeros(3, pin_memory=True)
+    there = here.to(DEVICE, non_blocking=True) + 1
+    here.copy_(there, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert here.tolist() == [1, 1, 1]
+    pretend.check()
+
+
 def test_memory_is_counted_limited_and_given_back(pretend):
     gc.collect()
     pretend.reset()

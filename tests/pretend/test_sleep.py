@@ -47,3 +47,33 @@ def test_storages_of_any_size_lie_in_pieces_and_are_waited_for_together(pretend)
     sleeper.wake()
     assert pretend.syncs == {"synchronize": 1}
     assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(tensors, expected, strict=True))
+
+
+def test_an_offloaded_optimizer_is_on_the_device_in_parts_while_it_steps(pretend, monkeypatch, tmp_path):
+    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", 2**14)
+    folder = make_tiny_model(tmp_path / "model")
+
+    def train(*, offloads):
+        gc.collect()
+        before = pretend.allocated()
+        shard = load_policy(folder, dtype="bfloat16", device=DEVICE)
+        engine = TrainingEngine(
+            shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=100, offloads_optimizer=offloads
+        )
+        for number in range(2):
+            for place, master in enumerate(engine.optimizer.masters):
+                master.grad = torch.full_like(master, 1.0 + number + place)
+            pretend.reset()
+            engine.optimizer.step()
+            waits = dict(pretend.syncs)
+        gc.collect()
+        weights = {name: weight.detach().cpu() for name, weight in engine.weights.items()}
+        engine.sleep()
+        engine.wake()
+        return weights, pretend.allocated() - before, waits, sum(each.numel() for each in weights.values())
+
+    kept, held, _, num_weights = train(offloads=False)
+    offloaded, held_less, waits, _ = train(offloads=True)
+    assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
+    assert held - held_less >= 0.95 * 12 * num_weights
+    assert set(waits) == {"synchronize"}, "nothing else is waited for"

@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -304,12 +304,9 @@ class Pretend:
                     copy.here.copy_(copy.copied)
                 else:
                     self._coming.append(copy)
-            going, self._going = self._going, []
-            for copy in going:
-                if not has_come(copy.stream, copy.time):
-                    self._going.append(copy)
-                elif not torch.equal(_as_bytes(copy.here), _as_bytes(copy.copied)):
-                    self.faults.append("page-locked memory was written while a copy from it was under way")
+            going = self._going
+            self._going = [copy for copy in going if not has_come(copy.stream, copy.time)]
+            self._check_gone(copy for copy in going if has_come(copy.stream, copy.time))
 
     def _everything(self) -> dict[PretendStream, int]:
         return {stream: stream.time for stream in PretendStream.living}
@@ -357,6 +354,7 @@ class Pretend:
             stream = self.stream(index_of(source.device))
             stream.time += 1
             if non_blocking and self.is_pinned(into):
+                self._leave(into, stream)
                 _as_bytes(into).fill_(WRONG)
                 self._coming.append(_Copy(stream, stream.time, into, unwrap(source).clone()))
             elif non_blocking:  # as on CUDA, where the host may go on, and must not
@@ -373,6 +371,21 @@ class Pretend:
             if copy.here.untyped_storage().data_ptr() == address and stream.has_seen(copy.stream, copy.time):
                 copy.here.copy_(copy.copied)
                 self._coming = [other for other in self._coming if other is not copy]
+
+    def _leave(self, into: Tensor, stream: PretendStream) -> None:
+        """Have left page-locked memory what a stream, which is to copy to it, begins after."""
+        address, going = into.untyped_storage().data_ptr(), self._going
+        gone = [
+            copy for copy in going
+            if copy.here.untyped_storage().data_ptr() == address and stream.has_seen(copy.stream, copy.time)
+        ]  # fmt: skip
+        self._going = [copy for copy in going if not any(copy is one for one in gone)]
+        self._check_gone(gone)
+
+    def _check_gone(self, copies: Iterable[_Copy]) -> None:
+        for copy in copies:
+            if not torch.equal(_as_bytes(copy.here), _as_bytes(copy.copied)):
+                self.faults.append("page-locked memory was written while a copy from it was under way")
 
     def _write(self, into: Tensor) -> PretendStream:
         stream = self.stream(index_of(into.device))

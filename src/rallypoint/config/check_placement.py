@@ -315,6 +315,12 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
             "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
             "memory already; expected checkpoint or keep",
         )
+    if config.engine.offload_optimizer and cluster.device == "cpu":
+        yield Problem(
+            ("engine.offload_optimizer", "cluster.device"),
+            "engine.offload_optimizer=true has nothing to gain with cluster.device=cpu, where the optimizer's state "
+            "lies in CPU memory already; expected false",
+        )
     if ":" in cluster.device:
         yield Problem(
             ("cluster.device",),

@@ -39,3 +39,6 @@ libraries, captured steps."""
 
 MOST_VLLM_RANK = 512
 """Highest rank of the adapters that vLLM takes."""
+
+OPTIMIZER_BYTES = 2**28
+"""Masters that an offloaded optimizer has on the device together, each with two moments; or one that is larger."""

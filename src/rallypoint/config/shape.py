@@ -102,6 +102,11 @@ class ModelShape:
         return self._sum(lambda kind: kind.num_parameters) + norms
 
     @property
+    def most_of_a_weight(self) -> int:
+        """Numbers of the largest weight, at most: the embedding, or what an MLP has."""
+        return max(self.vocab_size * self.hidden_size, *(kind.num_parameters for kind in self.kinds))
+
+    @property
     def num_parameters(self) -> int:
         """All weights of the causal language model."""
         embeddings = self.vocab_size * self.hidden_size

@@ -1,19 +1,26 @@
 """AdamW in float32 at least, and a learning-rate schedule that is a pure function of the step.
 
-Owns: the optimizer's state of every weight, and its precision. Must not know: losses, ranks, files.
-Invariant: a weight of half precision always is its float32 master, rounded.
+Owns: the optimizer's state of every weight, its precision, and where it lies between steps. Must not know: losses,
+ranks, files. Invariants: a weight of half precision always is its float32 master, rounded; and where the state lies
+changes no bit.
+
+An offloaded state lies in page-locked CPU memory. A step then goes over the weights in parts: masters and moments of a
+part come to the device, are stepped, and go back before those of the next part come.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rallypoint.config import OptimizerConfig
+from rallypoint.config.limits import OPTIMIZER_BYTES
+
+_MASTER = "master"
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -57,20 +64,29 @@ class AdamW(torch.optim.AdamW):
     tensor([0.9961], dtype=torch.bfloat16, requires_grad=True))
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, are_masters: bool = False, **options: Any) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, are_masters: bool = False, offloads: bool = False, **options: Any
+    ) -> None:
         """Take weights over: from now on the gradients of those of half precision go to their masters.
 
         Args:
             groups: as torch has them, of the model's weights.
             are_masters: whether these are the masters already, of a model that computes in half precision.
+            offloads: whether masters and moments lie in CPU memory between steps.
             **options: torch's own.
         """
         groups = list(groups)
-        self._are_masters = are_masters
+        self._are_masters, self._offloads = are_masters, offloads
+        self._away: dict[Tensor, Tensor] = {}
+        """Master -> its numbers in CPU memory, while it has no memory of its own."""
+        self._places: dict[tuple[Tensor, str], Tensor] = {}
+        """(master, what) -> CPU memory that belongs to it, as long as it is on the device."""
         self._masters: dict[Tensor, nn.Parameter] = {}
         for weight in (weight for group in groups for weight in group["params"]):
             if torch.finfo(weight.dtype).bits < 32:
                 self._masters[weight] = master = nn.Parameter(weight.detach().float())
+                if offloads:
+                    self._take_away(master)
                 weight.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         super().__init__([{**group, "params": list(map(self.master, group["params"]))} for group in groups], **options)
 
@@ -81,7 +97,9 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds in addition to the model's weights: master weights, and their moments."""
+        """All that it holds on the device in addition to the model's weights: master weights, and their moments."""
+        if self._offloads:
+            return []
         moments = [value for state in self.state.values() for value in state.values() if value.dim()]
         return [*self._masters.values(), *moments]
 
@@ -89,23 +107,110 @@ class AdamW(torch.optim.AdamW):
         """Return what is stepped for a weight: the weight itself, unless it is of half precision."""
         return self._masters.get(weight, weight)
 
+    def values_of(self, weight: Tensor) -> Tensor:
+        """Return the numbers of a weight's master, which may lie in CPU memory."""
+        master = self.master(weight)
+        return self._away.get(master, master.detach())
+
     def has_master(self, weight: Tensor) -> bool:
         """Return whether the model computes with less than what is stepped."""
         return self._are_masters or weight in self._masters
 
     def step(self, closure: None = None) -> None:
         """Step the masters, and round them into the weights."""
-        super().step(closure)
-        with torch.no_grad():
-            for weight, master in self._masters.items():
-                weight.copy_(master)
+        if not self._offloads:
+            super().step(closure)
+            self._round(self.masters)
+            return
+        groups = self.param_groups
+        try:
+            for part in self._parts():
+                self._fetch(part)
+                own = {id(master) for master in part}
+                chosen = [{**group, "params": [one for one in group["params"] if id(one) in own]} for group in groups]
+                self.param_groups = [group for group in chosen if group["params"]]
+                super().step(closure)
+                self._round(part)
+                self._put_away(part)
+        finally:
+            self.param_groups = groups
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget everything, masters included: the weights as they are now are where training starts."""
         self.state.clear()
+        for weight in self._masters:
+            self.values_of(weight).copy_(weight)
+
+    @torch.no_grad()
+    def put(self, weight: Tensor, what: str, value: Tensor) -> None:
+        """Take over a copy of one tensor of a weight's state, as `optimizer_tensors` names it."""
+        master = self.master(weight)
+        if what == _MASTER:
+            self.values_of(weight).copy_(value)
+        elif self._offloads and value.dim():
+            self.state[master][what] = _page_locked(value, master.device)
+        else:
+            self.state[master][what] = value.to(master.device, copy=True)
+
+    @torch.no_grad()
+    def _round(self, masters: Sequence[Tensor]) -> None:
+        """Give weights of half precision what their masters are now."""
+        stepped = {id(master) for master in masters}
         for weight, master in self._masters.items():
-            master.copy_(weight)
+            if id(master) in stepped:
+                weight.copy_(master)
+
+    def _parts(self) -> Iterator[Sequence[Tensor]]:
+        """Yield masters that are on the device together: `OPTIMIZER_BYTES` of them, or one that is larger."""
+        part = list[Tensor]()
+        for master in self.masters:
+            if part and sum(one.nbytes for one in part) + master.nbytes > OPTIMIZER_BYTES:
+                yield part
+                part = []
+            part.append(master)
+        yield part
+
+    @torch.no_grad()
+    def _fetch(self, masters: Sequence[Tensor]) -> None:
+        """Bring the state of some masters to the device."""
+        for master in masters:
+            if (values := self._away.pop(master, None)) is not None:
+                master.untyped_storage().resize_(values.nbytes)
+                master.copy_(values, non_blocking=True)
+                self._places[master, _MASTER] = values
+            for what, value in self.state[master].items():
+                if value.dim():
+                    self._places[master, what] = value
+                    self.state[master][what] = value.to(master.device, non_blocking=True, copy=True)
+
+    @torch.no_grad()
+    def _put_away(self, masters: Sequence[Tensor]) -> None:
+        """Free the device of the state of some masters; their numbers are in CPU memory when this returns."""
+        copied = {id(master) for master in self._masters.values()}
+        for master in masters:
+            if id(master) in copied:
+                self._take_away(master)
+            for what, value in self.state[master].items():
+                if value.dim():
+                    self.state[master][what] = self._moved(master, what, value)
+        for device in {master.device for master in masters if master.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+    def _take_away(self, master: Tensor) -> None:
+        self._away[master] = self._moved(master, _MASTER, master.detach())
+        master.untyped_storage().resize_(0)
+
+    def _moved(self, master: Tensor, what: str, value: Tensor) -> Tensor:
+        """Copy a value to the CPU memory that belongs to it, and return that."""
+        place = self._places.pop((master, what), None)
+        return _page_locked(value, master.device) if place is None else place.copy_(value, non_blocking=True)
+
+
+def _page_locked(value: Tensor, device: torch.device) -> Tensor:
+    """Return a copy in CPU memory that an accelerator can read by itself."""
+    place = torch.empty(value.shape, dtype=value.dtype, pin_memory=device.type != "cpu")
+    return place.copy_(value, non_blocking=True)
 
 
 def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
@@ -123,7 +228,12 @@ def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 
 
 def make_optimizer(
-    weights: Mapping[str, Tensor], config: OptimizerConfig, *, eps: float, are_masters: bool = False
+    weights: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    *,
+    eps: float,
+    are_masters: bool = False,
+    offloads: bool = False,
 ) -> AdamW:
     """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
     trained = [weight for weight in weights.values() if weight.requires_grad]
@@ -138,6 +248,7 @@ def make_optimizer(
         eps=eps,
         fused=True,
         are_masters=are_masters,
+        offloads=offloads,
     )
 
 
@@ -152,7 +263,7 @@ def optimizer_tensors(weights: Mapping[str, Tensor], optimizer: AdamW) -> dict[s
         state = optimizer.state.get(master, {})
         tensors |= {f"{name}/{what}": value for what, value in state.items()}
         if state and optimizer.has_master(weight):
-            tensors[f"{name}/{_MASTER}"] = master.detach()
+            tensors[f"{name}/{_MASTER}"] = optimizer.values_of(weight)
     return tensors
 
 
@@ -181,12 +292,4 @@ def restore_optimizer(weights: Mapping[str, Tensor], optimizer: AdamW, tensors: 
     optimizer.reset()
     for name, value in tensors.items():
         weight_name, _, what = name.rpartition("/")
-        master = optimizer.master(weights[weight_name])
-        if what == _MASTER:
-            with torch.no_grad():
-                master.copy_(value)
-        else:
-            optimizer.state[master][what] = value.to(master.device, copy=True)
-
-
-_MASTER = "master"
+        optimizer.put(weights[weight_name], what, value)

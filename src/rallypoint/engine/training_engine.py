@@ -46,6 +46,7 @@ class TrainingEngine(Generic[BatchT]):
         max_tokens_per_micro_batch: int,
         padded: bool = False,
         activations: Activations = "keep",
+        offloads_optimizer: bool = False,
         eps: float = 1e-8,
         deterministic: bool = True,
         tick: Callable[[], None] = lambda: None,
@@ -59,6 +60,7 @@ class TrainingEngine(Generic[BatchT]):
             padded: whether the rows of a micro-batch are padded to its longest instead of packed end to end. For the
                 parity table only (docs/parity.md), which compares packing with padding on every mesh.
             activations: what a layer keeps for the backward pass.
+            offloads_optimizer: whether the optimizer's state lies in CPU memory between its steps.
             eps: AdamW's; a larger one keeps the division well conditioned.
             deterministic: off the CPU, run passes with kernels that give equal bits; see `engine.determinism`.
             tick: called after every micro-batch, as a sign of progress.
@@ -68,8 +70,8 @@ class TrainingEngine(Generic[BatchT]):
         if optimizer is None and not shard.has_adapters:  # it tells adapters from frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
-        halved = self._sharding.half is not None
-        self.optimizer = make_optimizer(self.weights, optimizer, eps=eps, are_masters=halved) if optimizer else None
+        make = functools.partial(make_optimizer, self.weights, eps=eps, are_masters=self._sharding.half is not None)
+        self.optimizer = make(optimizer, offloads=offloads_optimizer) if optimizer else None
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._is_strict = deterministic and self.model.device.type != "cpu"

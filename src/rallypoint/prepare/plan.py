@@ -243,8 +243,13 @@ def activations_bytes(config: RunConfig, device_bytes: int) -> dict[Activations,
 def _for_devices(
     config: RunConfig, left_open: tuple[str, ...], devices_per_node: Sequence[int], device_bytes: int
 ) -> dict[str, object]:
-    """Return the layout over devices, and what layers keep there."""
+    """Return the layout over devices, and what layers and optimizers keep there."""
     chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
+    if "engine.offload_optimizer" in left_open:
+        offloads, any_way = {"engine.offload_optimizer": True}, "engine.activations" in left_open
+        laid_out, lighter = _with_all(config, chosen), _with_all(config, {**chosen, **offloads})
+        if not _has_room(laid_out, any_way, device_bytes) and _has_room(lighter, any_way, device_bytes):
+            chosen |= offloads
     if "engine.activations" in left_open:
         for way, needed in activations_bytes(_with_all(config, chosen), device_bytes).items():
             if needed <= SAFE * device_bytes:

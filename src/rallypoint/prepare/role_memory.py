@@ -1,10 +1,8 @@
 """How much memory a role takes in each of its processes, predicted from the config.
 
-Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients and the optimizer's state follow
-from the number of parameters; activations, logits and cache from the caps in the config: they are what full
-micro-batches of the longest rows need. `ModelShape` knows what a layer keeps, and the sizes of chunks and blocks are
-those that modules compute with (`config/limits.py`). On CPUs what a process takes in addition to the tensors
-of its passes was measured (benchmarks/README.md, "Memory"). Every run measures its own memory, too.
+Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients and optimizer follow from the
+number of parameters; activations, logits and cache from caps: full micro-batches of the longest rows need them. What
+CPUs take beside passes was measured (benchmarks/README.md, "Memory").
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from rallypoint.config.limits import (
     KEPT_BYTES,
     KEPT_BYTES_ON_ACCELERATORS,
     LONGEST_FOR_PRODUCTS,
+    OPTIMIZER_BYTES,
     PREFILL_TOKENS,
     QUERIES_PER_BLOCK,
     QUERIES_PER_BLOCK_IN_HALF,
@@ -73,8 +72,8 @@ class RoleMemory:
 def may_keep_cache(config: RunConfig) -> bool:
     """Whether rollouts may keep their cache while they sleep: on whole devices, with weights that stay where they are.
 
-    Steps that were captured read and write the cache and the weights of their first time. They are worth keeping, and
-    the cache with them, unless another process may want the memory, or the weights come back to other addresses.
+    Steps that were captured use the cache and weights of their first time. They are worth keeping, with the cache,
+    unless another process may want the memory, or the weights come back to other addresses.
     """
     if config.cluster.device == "cpu" or config.rollout.engine != "native" or config.rollout.serve is not None:
         return False
@@ -95,7 +94,6 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     learner = {"actor": config.actor, "critic": config.critic}.get(role)
     sizes = config.mesh(role) | ({"tp": config.rollout.mesh.tp} if role == "rollout" else {})
     shape = shape.of_ep_rank(sizes["ep"])
-    # Every rank has its part of the matrices, and of their optimizer state.
     cut = sizes["dp_shard"] * sizes["tp"]
     own_heads = {"critic": shape.num_critic_parameters, "reward": shape.num_reward_parameters}
     if RECIPES[config.recipe].trains == "scores":
@@ -118,6 +116,9 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     if learner is not None and sizes["dp_replicate"] > 1:
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
         activations = max(activations, trained * _WIDE)
+    if config.engine.offload_optimizer and optimizer:  # likewise the part that is stepped
+        part = optimizer // (trained * _WIDE) * max(OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
+        activations, optimizer = max(activations, min(optimizer, part)), 0
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,

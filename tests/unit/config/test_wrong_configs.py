@@ -386,6 +386,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "engine.activations=offload",
         ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),
     ),
+    "offload the optimizer to where it is": (
+        "engine.offload_optimizer=true",
+        ("engine.offload_optimizer=true has nothing to gain with cluster.device=cpu", "expected false"),
+    ),
     "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.rendezvous='etcd'", "URL of an etcd server")),
     "cluster: labels": ("cluster.labels=[west]", ("cluster.labels", "such as {zone: west}")),
     "cluster: one and a half GPUs": (

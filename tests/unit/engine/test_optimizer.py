@@ -43,10 +43,10 @@ def weights_of(model):
     return dict(model.named_parameters())
 
 
-def make(dtype=torch.float32, lr=0.1, **config):
+def make(dtype=torch.float32, lr=0.1, *, offloads=False, **config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
-    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config), eps=1e-8)
+    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config), eps=1e-8, offloads=offloads)
 
 
 def backward(model, seed):
@@ -181,3 +181,41 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(damage, messa
         restore_optimizer(weights_of(model), optimizer, other)
     after = optimizer_tensors(weights_of(model), optimizer)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part_bytes", [1, 60, 2**28])
+def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_alike(monkeypatch, dtype, part_bytes):
+    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", part_bytes)
+    (kept, kept_optimizer), (model, optimizer) = (
+        make(dtype, weight_decay=0.1),
+        make(dtype, weight_decay=0.1, offloads=True),
+    )
+    for seed in range(3):
+        step(kept, kept_optimizer, seed)
+        step(model, optimizer, seed)
+        assert all(map(torch.equal, kept.parameters(), model.parameters()))
+        assert not optimizer.tensors
+        assert not any(weight.untyped_storage().nbytes() for weight in optimizer._masters.values())
+    expected = optimizer_tensors(weights_of(kept), kept_optimizer)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(weights_of(model), optimizer).items()}
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert [group["params"] for group in optimizer.param_groups] == [
+        [optimizer.master(weight) for weight in model.parameters() if (weight.dim() >= 2) == matrices]
+        for matrices in (True, False)
+    ]
+    other, other_optimizer = make(dtype, weight_decay=0.1, offloads=True)
+    step(other, other_optimizer, 9)
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs)
+    restore_optimizer(weights_of(other), other_optimizer, saved)
+    step(kept, kept_optimizer, 3)
+    step(other, other_optimizer, 3)
+    assert all(map(torch.equal, kept.parameters(), other.parameters()))
+    other_optimizer.reset()
+    assert all(
+        torch.equal(other_optimizer.values_of(one), one.to(other_optimizer.values_of(one)))
+        for one in other.parameters()
+    )

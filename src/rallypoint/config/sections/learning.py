@@ -203,6 +203,12 @@ class EngineConfig(Section):
         automatic=True,
         help="What layers keep for the backward pass: all, inputs, or those in CPU memory; null: what has room.",
     )
+    offload_optimizer: bool = key(
+        False,
+        automatic=True,
+        hidden=True,
+        help="Keep masters and moments of the optimizer in CPU memory between steps; null: where nothing else helps.",
+    )
     deterministic: bool = key(
         True,
         help="Off the CPU, train with kernels that give equal bits for equal seeds; false may be faster.",
