@@ -57,8 +57,7 @@ class TrainingEngine(Generic[BatchT]):
             shard: this rank's part of the model, on its device; trained in place, together with the ranks of its mesh.
             optimizer: None for a model that is evaluated only.
             max_tokens_per_micro_batch: the hard cap.
-            padded: whether the rows of a micro-batch are padded to its longest instead of packed end to end. For the
-                parity table only (docs/parity.md), which compares packing with padding on every mesh.
+            padded: whether rows are padded to the longest, not packed end to end: for the parity table (docs/parity.md)
             activations: what a layer keeps for the backward pass.
             offloads_optimizer: whether the optimizer's state lies in CPU memory between its steps.
             eps: AdamW's; a larger one keeps the division well conditioned.
