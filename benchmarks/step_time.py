@@ -89,27 +89,22 @@ def measured(folder: Path, name: str, keys: list[str]) -> dict[str, float]:
 
 def main(*, models: list[str], times: int) -> None:
     """Take turns, and print a table."""
-    print("| model | phase | predicted, s | measured, s | predicted / measured, each time | median |")
-    print("|---|---|---:|---:|---|---:|")
-    for model in models:
-        num_steps, changes = MODELS[model]
-        keys, found = (
-            [*QUIET, *changes, f"trainer.num_steps={num_steps}"],
-            defaultdict[str, list[tuple[float, float]]](list),
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            for turn in range(times):
+    found = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(times):
+            for model in models:
+                num_steps, changes = MODELS[model]
+                keys = [*QUIET, *changes, f"trainer.num_steps={num_steps}"]
                 said, took = predicted(keys), measured(Path(folder), f"{model}-{turn}", keys)
                 for phase, seconds in said.items():
-                    found[phase].append((seconds, took[phase]))
-        for phase, pairs in found.items():
-            said, took = (statistics.median(one) for one in zip(*pairs, strict=True))
-            ratios = [one / other for one, other in pairs]
-            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            print(
-                f"| {model} | {phase} | {said:.2f} | {took:.2f} | {each} | {statistics.median(ratios):.2f} |",
-                flush=True,
-            )
+                    found[model, phase].append((seconds, took[phase]))
+    print("| model | phase | predicted, s | measured, s | predicted / measured, each time | median |")
+    print("|---|---|---:|---:|---|---:|")
+    for (model, phase), pairs in found.items():
+        said, took = (statistics.median(one) for one in zip(*pairs, strict=True))
+        ratios = [one / other for one, other in pairs]
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {model} | {phase} | {said:.2f} | {took:.2f} | {each} | {statistics.median(ratios):.2f} |")
 
 
 if __name__ == "__main__":
