@@ -250,6 +250,7 @@ def engine(name: str, *overrides: str, gib: float = 80, has_server: bool = True)
         (("rollout.max_response_tokens=8192",), "vllm"),
         (("model={path: Qwen/Qwen3-4B, lora: {}}", "rollout.exact=true"), None),
         (("model={path: Qwen/Qwen3-4B, lora: {rank: 513}}",), None),
+        (("model={path: Qwen/Qwen3-30B-A3B, lora: {target_parameters: [mlp.experts.down_proj]}}",), None),
     ],
 )
 def test_a_server_samples_what_our_own_engine_is_slow_at_on_devices_if_it_can(overrides: tuple[str, ...], expected):
