@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import make_tiny_model
 
-from rallypoint.config import OptimizerConfig
+from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
 from rallypoint.models import ModelShard
@@ -80,15 +80,23 @@ class Mirror:
         return [parts[0], parts[0]]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, ranks, family):
+OF_EXPERTS = LoRAConfig(rank=3, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+
+
+MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "lora"),
+    [*((family, ranks, None) for family in MIXTURES for ranks in (1, 2)), ("gpt_oss", 1, OF_EXPERTS)],
+)
+def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, family, ranks, lora):
     counted = []
     for num_layers in (2, 4):
         folder = make_tiny_model(
             tmp_path / str(num_layers), architecture=family, num_key_value_heads=4, num_layers=num_layers
         )
-        shard = load_policy(folder, dtype="float32", device=DEVICE)
+        shard = load_policy(folder, dtype="float32", device=DEVICE, lora=lora)
         if ranks == 2:
             deal_experts(shard.model, Mirror(), TensorParts.whole(shard.model))
             mesh = dataclasses.replace(DeviceMesh.solo(), ep=Mirror(), passes=Mirror())
