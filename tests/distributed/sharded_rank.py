@@ -104,6 +104,9 @@ def outcome(kind, dtype, mesh, batch, rows, cap):
         # The ranks along sp and tp have each counted the loss of all of them.
         losses.append(loss / mesh.sp.size / mesh.tp.size)
         norms.append(norm)
+        engine.sleep()
+        assert not any(weight.untyped_storage().nbytes() for weight in engine.weights.values())
+        engine.wake()
     tensors = {name: weight.detach() for name, weight in engine.weights.items()}
     tensors |= {f"start of {name}": torch.tensor(where.starts) for name, where in parts.items()}
     values = engine.evaluate(part, outputs_of(engine.shard)).values[part.loss_mask]

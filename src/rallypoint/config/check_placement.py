@@ -176,13 +176,6 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
             ("engine.sleep", "cluster.pools"),
             "engine.sleep=true has nothing to gain: every role has a pool of its own; leave it at false",
         )
-    for role in sorted(config.sleeping):
-        if (num_shards := config.mesh(role)["dp_shard"]) > 1:
-            yield Problem(
-                (f"{role}.mesh.dp_shard", "engine.sleep"),
-                f"{role}.mesh.dp_shard={num_shards} cannot be combined with engine.sleep=true yet, but leaves each "
-                "rank a part of the weights already; leave one of them out",
-            )
 
 
 def _shared_models(config: RunConfig) -> Iterator[Problem]:

@@ -86,6 +86,7 @@ class TrainingEngine(Generic[BatchT]):
         self._sleeping_weights.sleep(self.weights.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+            self.model.zero_grad()  # of parts, whose weights have the same memory under another name
             self._sleeping_state.sleep(self.optimizer.tensors)
 
     def wake(self, *, to_train: bool = True) -> None:

@@ -282,11 +282,7 @@ def _over_devices(
         if any(placement.pool not in laid_out.cluster.pools for placement in config.roles.values()):
             continue
         of_nodes = [laid_out.cluster.pools[config.roles[role].pool] for role in learn]
-        sizes = (
-            [1]
-            if config.engine.sleep or config.cluster.runtime == "inline"
-            else [1, *map(max, of_nodes), *map(sum, of_nodes)]
-        )
+        sizes = [1] if config.cluster.runtime == "inline" else [1, *map(max, of_nodes), *map(sum, of_nodes)]
         for num in sorted(set(sizes)):
             for roles in (learn, open_roles):
                 shards = {f"{role}.mesh.dp_shard": num for role in roles if num > 1}

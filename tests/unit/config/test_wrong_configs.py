@@ -378,10 +378,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.device=cuda engine.sleep=true recipe=grpo kl=null cluster.pools.b=[2] actor.placement.pool=b",
         ("every role has a pool of its own",),
     ),
-    "sleep in shards": (
-        "cluster.device=cuda engine.sleep=true actor.mesh.dp_shard=2",
-        ("actor.mesh.dp_shard=2 cannot be combined with engine.sleep=true yet",),
-    ),
     "offload to where it is": (
         "engine.activations=offload",
         ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),
