@@ -1,4 +1,4 @@
-"""Settings for every test: algorithms check shapes at each call, hypothesis has no deadline, workers share the files.
+"""Settings for every test: algorithms check shapes where they are tested, no deadline, workers share the files.
 
 With `pytest --numprocesses=N` each worker takes whole files, so that a module's fixtures are made once, and one of them
 takes `tests/cluster`, whose modules share a Ray cluster. Files marked `lasting_ray` are dealt one after another, so
@@ -21,11 +21,13 @@ from pathlib import Path
 import pytest
 from _pytest.doctest import DoctestModule
 from hypothesis import settings
+from jaxtyping import config as checks_of_shapes
 from jaxtyping import install_import_hook
 from skips import refuse_skip
 
-assert "rallypoint.algorithms" not in sys.modules, "the hook must come before the first import"
-install_import_hook("rallypoint.algorithms", "beartype.beartype")
+if "RALLYPOINT_PRETEND" not in os.environ:  # in a fork of a process that has imported them
+    assert "rallypoint.algorithms" not in sys.modules, "the hook must come before the first import"
+    install_import_hook("rallypoint.algorithms", "beartype.beartype")
 
 # One thread for each test process and the programs that it starts: read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -78,6 +80,16 @@ def pytest_collection_modifyitems(items):
         return part not in sharing, -seconds, part, item.get_closest_marker("lasting_ray") is None
 
     items.sort(key=place)
+
+
+CHECKED = ("tests/unit/algorithms/", "src/rallypoint/algorithms/", "tests/e2e/test_golden_bits.py")
+"""Where each call of an algorithm has its shapes and types checked, which takes most of the call: their own tests, and
+whole runs that call them as recipes do."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    checks_of_shapes.update("jaxtyping_disable", not item.nodeid.startswith(CHECKED))
 
 
 class WithDoctests:

@@ -81,6 +81,7 @@ def state() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow  # tests/e2e/test_joined_cluster.py brings it for a run, and test_nodes.py leaves what it finds
 def test_a_visitor_brings_its_rallypoint_to_nodes_without_it_and_leaves_the_cluster_as_it_was(two_nodes, tmp_path):
     said: list[str] = []
     with environment({**two_nodes.environment, "RAY_ADDRESS": two_nodes.address}, home=tmp_path):

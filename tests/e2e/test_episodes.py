@@ -239,7 +239,7 @@ async def branches(client, example):
     return rewards
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])  # grpo: on two ranks, below
 def test_a_rollout_of_several_sequences_is_trained_exactly_and_resumed_to_the_bit(train, recipe):
     run_with, _ = train
     settings = {"checkpoint.every_steps": 1, "actor.num_mini_batches": 2}

@@ -176,7 +176,7 @@ def played(folder, config, name, *keys):
     return rows_of(folder / "runs" / name / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("game", ["guess", "lake", "wordle"])
+@pytest.mark.parametrize("game", ["guess", pytest.param("lake", marks=pytest.mark.slow), "wordle"])
 def test_the_games_train_on_what_was_said_turn_by_turn(games, game):
     few = ("rollout.num_prompts=10", "rollout.group_size=2", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
     begin = ("model.path=speller",) if game == "wordle" else ()

@@ -191,7 +191,7 @@ def alone():
     return run
 
 
-@pytest.mark.parametrize(("runtime", "mesh"), MESHES)
+@pytest.mark.parametrize(("runtime", "mesh"), [pytest.param(*MESHES[0], marks=pytest.mark.slow), *MESHES[1:]])
 def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=30")
     found = start(sft, "cut", *cut, f"actor.mesh={mesh}")

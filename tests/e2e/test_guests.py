@@ -10,7 +10,7 @@ SPLIT = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=secon
 LONG = "trainer.num_steps=8"
 
 
-@pytest.mark.parametrize("placement", [(ONE,), SPLIT], ids=["colocated", "split"])
+@pytest.mark.parametrize("placement", [pytest.param((ONE,), marks=pytest.mark.slow), SPLIT], ids=["colocated", "split"])
 def test_a_run_that_is_asked_while_it_trains_ends_with_the_same_weights(runs, weights_of, placement):
     alone = runs.run("alone", *placement, LONG, "cluster.runtime=inline")
     caller = Caller(runs.folder / "asked", num_half_open=300)

@@ -74,7 +74,7 @@ def has_begun(begun):
     return lambda: begun.exists() and begun.read_text().endswith("\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_second_ctrl_c_ends_a_run_whose_reward_function_hangs_and_the_function_with_it(runs, begun, number):
     function = f"reward={{function: '{begun.parent}/rewards.py:hangs', timeout_s: 600}}"
     process = runs.start("train", "digits", *runs.overrides("stopped", *INLINE, function))

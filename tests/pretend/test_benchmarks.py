@@ -6,7 +6,7 @@ import pytest
 from accelerator_benchmark import run_benchmark
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("activations", [pytest.param("keep", marks=pytest.mark.slow), "checkpoint"])
 def test_an_update_is_measured_with_its_peak_beside_the_plan(activations, pretend):
     tiny = ("--models", "tiny", "--times", "1", "--rows", "8", "--length", "32", "--activations", activations)
     (row,) = run_benchmark(*tiny, "--device", "pretend")

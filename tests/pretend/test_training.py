@@ -83,16 +83,12 @@ def test_grpo_in_bfloat16_has_the_bits_of_the_cpu(check_same):
     check_same("half", GRPO, "model.dtype=bfloat16")
 
 
-@pytest.mark.parametrize("activations", ["checkpoint", "offload"])
+@pytest.mark.parametrize("activations", [pytest.param("checkpoint", marks=pytest.mark.slow), "offload"])
 def test_what_is_kept_for_the_backward_pass_changes_no_bit(check_same, activations):
     check_same("kept", GRPO, "model.dtype=bfloat16", only_there=[f"engine.activations={activations}"])
 
 
-def test_roles_that_sleep_between_their_turns_have_the_same_bits(check_same):
-    check_same("asleep", only_there=["engine.sleep=true"])
-
-
-def test_a_run_that_is_resumed_ends_with_the_same_bits(runs, check_same):
+def test_a_run_whose_roles_sleep_between_their_turns_has_the_same_bits_also_after_a_resume(runs, check_same):
     saves = "checkpoint={every_steps: 1, keep: 99}"
     whole = check_same("whole", saves, "engine.max_tokens_per_micro_batch=256", only_there=["engine.sleep=true"])
     wanted, (newest, *_) = weights_of(whole), sorted(whole.checkpoints.iterdir(), reverse=True)

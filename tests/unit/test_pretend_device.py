@@ -1,12 +1,10 @@
 """Whatever is asked of a GPU and needs none, in processes in which torch has a pretend one: see tests/pretend."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_forked
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,12 +25,16 @@ def test_on_the_pretend_device_with_tests_for_gpus():
     assert "skipped" not in run(*pretend, *(ROOT / "tests" / "gpu" / name for name in FOR_GPUS))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_on_the_pretend_device_what_takes_long():
+    assert "skipped" not in run("-m", "slow", *(ROOT / "tests" / "pretend").glob("test_*.py"))
+
+
 def run(*files):
     """Run files of tests in a process of their own, and return what it printed."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
-    found = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"RALLYPOINT_PRETEND": "1"}, capture_output=True, text=True, check=False
-    )
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    found = run_forked("-c", program, "-p", "no:cacheprovider", *map(str, files), cwd=ROOT, RALLYPOINT_PRETEND="1")
     assert found.returncode == 0, found.stdout[-10_000:] + found.stderr[-2_000:]
     return found.stdout
 

@@ -6,6 +6,7 @@ import torch
 from formulas import advantages as formulas
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from rallypoint.algorithms import (
     gae_advantages,
@@ -267,3 +268,9 @@ def test_turns_climb_the_reward_of_all_turns_with_half_its_gradient_in_groups_of
         (gradient,) = torch.autograd.grad((said * advantages).sum() / 2, logits)
         total += probability * gradient
     torch.testing.assert_close(total, wanted / 2)
+
+
+def test_in_these_tests_an_algorithm_refuses_shapes_that_it_does_not_declare():
+    """So that they are checked here at all: see `CHECKED` in tests/conftest.py."""
+    with pytest.raises(TypeCheckError):
+        whiten(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))

@@ -328,4 +328,9 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=1000, stateful_step_count=18, deadline=None)
+TestSchedules.settings = settings(max_examples=300, stateful_step_count=18, deadline=None)
+
+
+@pytest.mark.slow
+class TestManySchedules(Schedules.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=18, deadline=None)

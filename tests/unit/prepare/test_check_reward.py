@@ -69,7 +69,8 @@ def checked(tmp_path):
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         spec = f"{tmp_path}/rewards.py:{function}"
         config = load_config(
-            "digits-grpo", ["data.generate=null", f"data.train={data}", f"reward.function={spec}", *keys]
+            "digits-grpo",
+            ["data.generate=null", f"data.train={data}", f"reward.function={spec}", "reward.num_processes=1", *keys],
         ).config
         return check_reward(config, max_rows=64, say=say)
 
