@@ -64,8 +64,7 @@ class TrainingEngine(Generic[BatchT]):
             deterministic: off the CPU, run passes with kernels that give equal bits; see `engine.determinism`.
             tick: called after every micro-batch, as a sign of progress.
         """
-        self.shard, self.model = shard, shard.model
-        self._mesh, self._sharding = shard.mesh, shard.sharding
+        self.shard, self.model, self._mesh, self._sharding = shard, shard.model, shard.mesh, shard.sharding
         if optimizer is None and not shard.has_adapters:  # it tells adapters from frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
