@@ -69,6 +69,7 @@ MESHES = {
     "dp": (),
     "sp": ("actor.mesh.sp=2",),
     "tp": ("actor.mesh.tp=2",),
+    "tp of rollouts": ("rollout.mesh.tp=2",),
     "dp and tp of all": ("cluster.pools={main: [4]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"),
 }
 

@@ -1,10 +1,12 @@
-"""Two processes that shard a model publish to a third one that samples: real processes of Ray, on one node.
+"""Two processes that shard a model publish to a third one that samples, or one to two: real processes, on one node.
 
 The node says that it has three cores, however many there are.
 """
 
 import asyncio
 import contextlib
+import os
+import signal
 
 import pytest
 import torch
@@ -56,6 +58,18 @@ def runtime(tmp_path):
         cluster.shutdown()
 
 
+@contextlib.asynccontextmanager
+async def placed(config, runtime, tmp_path, **sizes):
+    """Yield the placement of a run with a tiny model."""
+    model, folder = make_tiny_model(tmp_path / "model", **sizes), SharedFolder.marked(tmp_path)
+    pools = pools_of(config)
+    await pools.open(runtime)
+    with contextlib.closing(rendezvous_of(config, runtime)) as rendezvous:
+        supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
+        yield Placement(config, runtime, pools, model, folder, rendezvous, supervisor)
+        await runtime.shutdown()
+
+
 async def sample(rollouts):
     """Return two rollouts of each prompt."""
 
@@ -86,14 +100,9 @@ async def publish_twice(actor, rollouts):
 def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime, tmp_path):
     config = load_config("digits", [*PLACED, *SHARDED]).config
     loss = actor_loss_of(config)
-    model, folder = make_tiny_model(tmp_path / "model"), SharedFolder.marked(tmp_path)
 
     async def scenario():
-        pools = pools_of(config)
-        await pools.open(runtime)
-        with contextlib.closing(rendezvous_of(config, runtime)) as rendezvous:
-            supervisor = Supervisor(Journal(tmp_path / "journal.jsonl"))
-            placement = Placement(config, runtime, pools, model, folder, rendezvous, supervisor)
+        async with placed(config, runtime, tmp_path) as placement:
             actor = await Actor.create(placement, loss)
             rollouts = await Rollouts.create(placement)
             assert rollouts.transport.name == "memory", "they are on one node"
@@ -106,6 +115,29 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
                 actor.version = version
                 gap, moved = await publish_twice(actor, rollouts)
                 assert gap < 1e-4 < 1e-2 < moved, transport.name
-            await runtime.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_one_publishes_to_two_that_sample_together_also_after_one_was_killed(runtime, tmp_path):
+    apart = ("cluster.pools={main: [1], second: [2]}", "rollout.mesh.tp=2", *SHARDED[1:])
+    config = load_config("digits", [*PLACED[1:], *apart]).config
+
+    async def scenario():
+        async with placed(config, runtime, tmp_path, num_key_value_heads=2) as placement:
+            actor = await Actor.create(placement, actor_loss_of(config))
+            rollouts = Mailbox(await Rollouts.create(placement), Schedule(), keeper=placement)
+            placement.refillers["rollout"] = rollouts
+            assert (rollouts.role.transport.name, rollouts.role.num_ranks) == ("folder", 1)
+            gap, moved = await publish_twice(actor, rollouts)
+            assert gap < 1e-4 < 1e-2 < moved
+            before, pids = await sample(rollouts), [process.info.pid for process in rollouts.role.processes]
+            again = asyncio.create_task(sample(rollouts))
+            await asyncio.sleep(0)  # they are asked, and one of them does not answer
+            os.kill(pids[1], signal.SIGKILL)
+            after = await again
+            assert torch.equal(after.tokens, before.tokens)
+            assert torch.equal(after.rollout_logprobs, before.rollout_logprobs)
+            assert not {*pids} & {process.info.pid for process in rollouts.role.processes}, "both are others"
 
     asyncio.run(scenario())

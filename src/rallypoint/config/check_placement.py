@@ -82,7 +82,7 @@ def _placement(config: RunConfig) -> Iterator[Problem]:
 def _mesh(config: RunConfig) -> Iterator[Problem]:
     """Yield meshes that do not have as many cells as the role has ranks."""
     for role, placement in config.roles.items():
-        if not config.cluster.pools.get(placement.pool) or (role == "rollout" and not config.rollout_shares_actor):
+        if not config.cluster.pools.get(placement.pool):
             continue
         sizes, ranks = config.mesh(role), config.num_ranks(role)
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -135,23 +135,15 @@ def _server(config: RunConfig) -> Iterator[Problem]:
 
 def _cut_rollouts(config: RunConfig, tp: int) -> Iterator[Problem]:
     """Yield what stands against ranks that sample together, each from its part of the model."""
-    mesh, pool, own = config.actor.mesh, config.roles["actor"].pool, config.roles["rollout"].pool
-    misfits = {
-        "rollout.engine": (config.rollout.engine, "native"),
-        "rollout.placement.pool": (own, pool),
-        "actor.mesh.tp": (mesh.tp, tp),
-        "actor.mesh.dp_shard": (mesh.dp_shard, 1),
-        "actor.mesh.ep": (mesh.ep, 1),
-    }
-    if wrong := {name: pair for name, pair in misfits.items() if pair[0] != pair[1]}:
-        found = " and ".join(f"{name}={value}" for name, (value, _) in wrong.items())
-        wanted = " ".join(f"{name}={value}" for name, (_, value) in wrong.items())
+    if config.rollout.engine != "native":
         yield Problem(
-            ("rollout.mesh.tp", *wrong),
-            f"rollout.mesh.tp={tp} with {found}: ranks sample together from the actor's parts of the model, with "
-            f"rollout.engine=native; expected {wanted}, or rollout.engine=vllm with a pool of its own, or "
-            "rollout.mesh.tp=1",
+            ("rollout.mesh.tp", "rollout.engine"),
+            f"rollout.mesh.tp={tp}: rollout.engine={config.rollout.engine!r} has a whole model in every process; "
+            "expected rollout.engine=native or vllm, or rollout.mesh.tp=1",
         )
+    shape = shape_of(config)
+    if not config.rollout_shares_actor and shape is not None:
+        yield from _shared_model("rollout", MeshConfig(tp=tp), shape)
     for name, value in {"exact": config.rollout.exact, "router_replay": config.rollout.router_replay}.items():
         if value:
             yield Problem(
@@ -362,6 +354,12 @@ def way_of_weights(config: RunConfig) -> Iterator[Problem]:
             ("rollout.weights", "rollout.placement.pool", "actor.placement.pool"),
             f"rollout.weights={way!r} has no effect: rollouts are sampled from the actor's own weights, on the same "
             "pool; leave it at auto",
+        )
+    elif way != "folder" and config.rollout.mesh.tp > 1 and config.rollout.engine == "native":
+        yield Problem(
+            ("rollout.weights", "rollout.mesh.tp"),
+            f"rollout.weights={way!r} carries whole weights, and rollout.mesh.tp={config.rollout.mesh.tp} leaves each "
+            "rank a part of them; expected auto or folder",
         )
     elif way == "ipc" and device == "cpu":
         yield Problem(

@@ -122,9 +122,7 @@ def _changed(section: _ModelT, changes: Mapping[str, object]) -> _ModelT:
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:
     pool, own = config.roles["rollout"].pool, _free_name(config)
-    nodes, rest = config.cluster.pools[pool], dict[str, object]({"rollout.placement.pool": own})
-    if config.rollout.mesh.tp > 1 and config.rollout.engine == "native":  # ranks that sample together are the actor's
-        rest["rollout.mesh.tp"] = 1
+    nodes, rest = config.cluster.pools[pool], {"rollout.placement.pool": own}
     num, num_ranks = sum(nodes), config.rollout.placement.num_ranks
     usual = sum(nodes[len(nodes) - len(nodes) // 2 :]) or num // 2
     given = sorted(range(1, num), key=lambda one: (abs(one - usual), one)) if num_ranks is None else [num_ranks]
@@ -138,7 +136,10 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:
     for extra in without_sleep:
         for kept, pools in divided:
             yield {**pools, **rest, **_narrower(config, pool, sum(kept)), **extra}
-    another: dict[str, object] = {"cluster.pools": {**config.cluster.pools, own: (num_ranks or 1,)}, **rest}
+    another: dict[str, object] = {
+        "cluster.pools": {**config.cluster.pools, own: (num_ranks or config.mesh("rollout")["tp"],)},
+        **rest,
+    }
     if (
         num == 1 and config.cluster.device != "cpu"
     ):  # two processes can have a GPU together, if none has two ranks there

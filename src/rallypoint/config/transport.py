@@ -21,8 +21,8 @@ def transport_name(config: RunConfig, num_nodes: int | None = None) -> Transport
         return "shared"
     if config.rollout.weights != "auto":
         return config.rollout.weights
-    if config.rollout.engine == "vllm":
-        return "folder"  # a process without our packages can read it
+    if config.rollout.engine == "vllm" or config.rollout.mesh.tp > 1:
+        return "folder"  # a process without our packages can read it, and a rank any part of it
     num_nodes = num_nodes or _num_nodes(config)
     if num_nodes is None:
         return None

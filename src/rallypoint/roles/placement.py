@@ -121,6 +121,16 @@ class WorkerSpec:
         lora, seed = self.config.model.lora, self.config.seed
         return self.load(load_policy, self.model_path, context, mesh, lora=lora, seed=seed, frozen=frozen)
 
+    def load_copy(self, context: WorkerContext) -> ModelShard:
+        """Load the initial policy for a rank that samples: its part of a copy that it has with its peers along `tp`."""
+        num, own = context.mesh.axes.get("tp", 1), context.mesh.coordinates(context.rank).get("tp", 0)
+        if num == 1:
+            return self.load_policy(context)
+        # Copies do not meet, so that one can be lost without the others.
+        name = f"{context.role} {context.mesh.part(context.rank)}"
+        with self.meeting(dataclasses.replace(context, role=name, rank=own, mesh=Mesh({"tp": num}))) as mesh:
+            return self.load_policy(context, mesh)
+
     def decoder(self) -> Callable[[Sequence[int]], str]:
         """Return what turns tokens into text, with a tokenizer of its own."""
         trust, changes = self.config.model.trust_remote_code, self.config.model.tokenizer
@@ -171,7 +181,7 @@ class Refiller(Protocol):
     """Knows what the ranks of a role have."""
 
     async def refill(self, ranks: Sequence[int]) -> None:
-        """Give it to ranks that were made anew."""
+        """Give it to data-parallel ranks that were made anew, with their peers."""
         ...
 
 
@@ -282,7 +292,8 @@ class Placement:
                 processes = (await self.pools.processes(self.runtime, role))[: self.config.num_ranks(role)]
                 ranks = await self.groups[role].renew(processes)
                 if role in self.refillers:
-                    await self.refillers[role].refill(ranks)
+                    mesh = self.groups[role].mesh
+                    await self.refillers[role].refill(sorted({mesh.part(rank) for rank in ranks}))
         except WorkerDiedError:
             for process in {process for group in self.groups.values() for process in group.processes} - before:
                 process.end()
@@ -301,8 +312,13 @@ class Placement:
         while num_lost < len(lost):
             num_lost = len(lost)
             for role, group in self.groups.items():
-                if role != "rollout" and lost.intersection(group.processes):  # its ranks sample each for itself
-                    lost.update(group.processes)
+                if role != "rollout":
+                    connected = [list(range(group.mesh.size))]
+                else:  # its data-parallel ranks sample each for itself
+                    connected = [group.mesh.sharing(part) for part in range(group.mesh.num_parts)]
+                for ranks in connected:
+                    processes = {group.processes[rank] for rank in ranks}
+                    lost |= processes if lost & processes else set()
         return {role for role, group in self.groups.items() if lost.intersection(group.processes)}
 
     @property

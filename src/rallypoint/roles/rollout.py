@@ -68,7 +68,7 @@ class RolloutWorker(LeaseHolder):
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
-            return spec.load_policy(context)
+            return spec.load_copy(context)
         assert self._actor is not None, "an actor worker started here before"
         if "actor" in spec.config.sleeping:
             self.lease.sleep_between(self._actor.engine)
@@ -274,14 +274,15 @@ class Rollouts:
 
     async def refill(self, rank: int, version: int) -> None:
         """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
+        sharing = self._group.mesh.sharing(rank)
         if isinstance(self.transport, Stream):
             self.transport.is_open = False  # it led to the process that was lost
         if self._max_guest_rows is not None:
-            await self._group.call_ranks([rank], RolloutWorker.open_guests, self._max_guest_rows)
+            await self._group.call_ranks(sharing, RolloutWorker.open_guests, self._max_guest_rows)
         if self.publisher is None or self.publisher.version != version:
             return
         written = await self.publisher.written("rollout")
-        await self._group.call_ranks([rank], RolloutWorker.load, version, WrittenFolder("folder"), written)
+        await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)
         published_folder.remove_others(written)  # a server that is started again reads it, too
 
     async def open_guests(self, max_rows: int) -> int:
@@ -307,5 +308,5 @@ class Rollouts:
         """
         digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
         own = [digest for digest in digests if digest is not None]
-        what = f"the ranks that sample hold different weights of version {version}"
-        return joint_digest(what, own, [()] * len(own)) if own else None
+        what, num = f"the ranks that sample hold different weights of version {version}", self._group.mesh.axes["tp"]
+        return joint_digest(what, own, [(rank % num,) for rank in range(len(own))]) if own else None

@@ -242,16 +242,17 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools.main=[6] actor.mesh.tp=3",
         ("actor.mesh.tp=3 does not divide 4 attention heads, 2 key/value heads and 256 columns", "choose 1 or 2"),
     ),
-    "fit: several devices without a server": (
-        "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.mesh.tp=2",
-        (
-            "rollout.mesh.tp=2 with rollout.placement.pool=second and actor.mesh.tp=1",
-            "expected rollout.placement.pool=main actor.mesh.tp=2, or rollout.engine=vllm with a pool of its own",
-        ),
-    ),
     "fit: ranks that sample together, and have whole models": (
         "cluster.pools.main=[2] rollout.engine=hf actor.mesh.tp=2 rollout.mesh.tp=2",
-        ("rollout.mesh.tp=2 with rollout.engine=hf", "expected rollout.engine=native, or"),
+        ("rollout.mesh.tp=2: rollout.engine='hf' has a whole model in every process", "rollout.engine=native or vllm"),
+    ),
+    "fit: heads and ranks that sample together": (
+        "cluster.pools.main=[4] rollout.mesh.tp=4",
+        ("rollout.mesh.tp=4 does not divide 2 key/value heads; choose 1 or 2",),
+    ),
+    "fit: ranks that sample together, and whole weights": (
+        "cluster.pools.main=[2] rollout.mesh.tp=2 rollout.weights=memory",
+        ("rollout.weights='memory' carries whole weights", "expected auto or folder"),
     ),
     "fit: ranks that sample together, of which one is missing": (
         "cluster.pools.main=[2] actor.mesh.tp=2 rollout.mesh.tp=2 rollout.placement.num_ranks=1",

@@ -37,12 +37,7 @@ class MeshConfig(Section):
 class RolloutMeshConfig(Section):
     """How ranks that sample together divide the model, or devices of a process that of its server."""
 
-    tp: int = key(
-        1,
-        at_least=1,
-        hidden=True,
-        help="Ranks that sample together (as many as actor.mesh.tp), or devices of a vLLM server.",
-    )
+    tp: int = key(1, at_least=1, hidden=True, help="Ranks that sample together, or devices of each vLLM server.")
 
 
 class ClusterConfig(Section):
