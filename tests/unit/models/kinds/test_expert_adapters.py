@@ -25,6 +25,7 @@ from rallypoint.model_files import (
     save_model,
 )
 from rallypoint.models import PackedRows, Part, gather, lm_head, named_weights, trained_weights
+from rallypoint.models.kinds.expert_adapters import MATRICES
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal
@@ -67,6 +68,8 @@ def test_a_new_adapter_changes_no_bit_and_a_merged_one_gives_its_logits(tmp_path
     folder = make_family_model(tmp_path / family, family)
     plain, shard = (load_policy(folder, dtype="float64", lora=lora) for lora in (None, BOTH))
     assert torch.equal(outputs(plain), outputs(shard))
+    experts = plain.model.base_model.layers[-1].get_submodule(MIXTURES[family].experts)
+    assert [name for name, _ in experts.named_parameters() if name in MATRICES] == list(MATRICES), "PEFT nests by it"
     assert set(named_weights(shard.model)) - set(shard.trained()) == set(named_weights(plain.model))
     assert read_shape(folder).num_adapter_parameters(BOTH) == sum(
         w.numel() for w in trained_weights(shard.model).values()
