@@ -137,12 +137,11 @@ class RolloutWorker(LeaseHolder):
         Args:
             max_rows: requests of persons that run at once.
         """
-        config, decode = self._spec.config, self._spec.decoder()
-        model = None if self._shard is None else self._shard.model
+        config, decode, shard = self._spec.config, self._spec.decoder(), self._shard
 
         def make() -> RankEngine:
-            engine = make_guest_engine(config, self._engine, model, max_rows=max_rows, decode=decode)
-            return RankEngine(engine, self._context.tick, self._shard and self._shard.mesh)
+            engine = make_guest_engine(config, self._engine, shard and shard.model, max_rows=max_rows, decode=decode)
+            return RankEngine(engine, self._context.tick, shard and shard.mesh)
 
         self._guests = GuestEngine(make)
         return self._guests.max_request_tokens
