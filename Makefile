@@ -44,7 +44,7 @@ lint: .venv/installed
 check: lint
 	$(BIN)/python -m pytest tests/architecture
 
-# Everything that a machine with a GPU can show, in at most eight minutes, with the Python that has torch: .venv's if there
+# Everything that a machine with a GPU can show, in at most eight minutes (with two GPUs twelve), with the Python that has torch: .venv's if there
 # is one. DEVICE=cpu runs all of it tiny; WHEELS=folder has packages that the machine lacks; OUT=folder takes the report.
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py $(if $(DEVICE),--device $(DEVICE)) \

@@ -2,6 +2,7 @@
 
     python benchmarks/accelerator_run.py                          # Qwen3 shape of 0.6B, 3 steps, without Ray
     python benchmarks/accelerator_run.py --runtime ray
+    python benchmarks/accelerator_run.py --runtime ray --keys 'cluster.pools={main: [2]}' actor.mesh.dp_shard=2
     python benchmarks/accelerator_run.py --model tiny --device cpu --prompts 4 --tokens 8
 
 One run takes all steps; another ends after the checkpoint of its second and is resumed. Their journals must tell of the
@@ -17,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import yaml
 from accelerator import SIZES, config_of
 from figures import Table
 from transformers import Qwen3ForCausalLM
@@ -58,7 +60,7 @@ def make_folder(name: str, folder: Path, device: torch.device) -> None:
 
 def run(wanted: argparse.Namespace, device: torch.device, folder: Path, name: str, num_steps: int) -> rally.Run:
     """Take steps of such a run: the recipe's keys, but for the sizes of a step and where it runs."""
-    settings = {
+    settings: dict[str, object] = {
         "model.path": str(folder / "model"),
         "data": {"train": {"path": str(folder / "prompts.jsonl")}, "validation": None},
         "reward": {"function": f"{folder / 'rewards.py'}:score"},
@@ -68,6 +70,8 @@ def run(wanted: argparse.Namespace, device: torch.device, folder: Path, name: st
         "checkpoint.every_steps": num_steps,
         "trainer": {"num_steps": num_steps, "runs_dir": str(folder / "runs")},
     }
+    for key, _, value in (one.partition("=") for one in wanted.keys):
+        settings[key] = yaml.safe_load(value)
     return rally.train("gsm8k-grpo", name=name, display=False, config=settings)
 
 
@@ -79,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=512, help="of a response at most")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--runtime", default="inline", choices=["inline", "ray"])
+    parser.add_argument("--keys", nargs="+", default=[], metavar="KEY=VALUE", help="of the config, such as a mesh")
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)

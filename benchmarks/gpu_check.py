@@ -1,5 +1,7 @@
 """Everything that a machine with a GPU can show, in one command and at most eight minutes: `make gpu-check`.
 
+With two GPUs and Ray, runs over both are added, and the command takes at most twelve minutes.
+
     python benchmarks/gpu_check.py                       # tests/gpu, parity with the CPU, kernels, memory, speed, a run
     python benchmarks/gpu_check.py --device cpu          # the same command on a tiny model, to see that it works
     python benchmarks/gpu_check.py --wheels wheels       # with packages that the machine lacks and cannot fetch
@@ -37,7 +39,7 @@ NEEDED = (
 LOOK = """
 import importlib.util, json, platform, sys
 missing = [name for name in {needed!r} if importlib.util.find_spec(name) is None]
-found = {{"python": platform.python_version(), "missing": missing, "device": None}}
+found = {{"python": platform.python_version(), "missing": missing, "device": None, "num_devices": 1}}
 if "torch" not in missing:
     import torch
     wanted = {device!r} or torch.accelerator.current_accelerator(check_available=True)
@@ -49,13 +51,22 @@ if "torch" not in missing:
             found["name"], found["memory_gib"] = platform.processor() or platform.machine(), None
         else:
             module = torch.get_device_module(device)
-            found["name"] = module.get_device_name()
+            found["name"], found["num_devices"] = module.get_device_name(), torch.accelerator.device_count()
             found["memory_gib"] = torch.accelerator.get_memory_info()[1] / 2**30
-    for name in ("transformers", "triton"):
+    for name in ("transformers", "triton", "ray"):
         if importlib.util.find_spec(name) is not None:
             found[name] = __import__(name).__version__
 print(json.dumps(found))
 """
+
+
+OVER_TWO = {
+    "dp_shard": ("cluster.pools={main: [2]}", "actor.mesh.dp_shard=2"),
+    "tp": ("cluster.pools={main: [2]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"),
+    "sp": ("cluster.pools={main: [2]}", "actor.mesh.sp=2"),
+    "two-pools": ("cluster.pools={main: [1], rollout: [1]}", "rollout.placement.pool=rollout"),
+}
+"""Runs over two devices: parts of a model that is published, ranks that sample together, weights between devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ class Budget:
         return self.total_s - (self.clock() - self.began)
 
 
-def parts(device: str, out: Path) -> Iterator[list[Part]]:
+def parts(device: str, out: Path, *, over_two: bool = False) -> Iterator[list[Part]]:
     """Return what is run, in order of what it tells; parts of one list run side by side."""
     is_tiny = device == "cpu"
     folder = ROOT / "tests" / "gpu"
@@ -132,6 +143,9 @@ def parts(device: str, out: Path) -> Iterator[list[Part]]:
             )
             yield figures("prefill", "accelerator_prefill.py", *of_first, *tight, deadline_s=90.0)
             yield figures("run", "accelerator_run.py", *of_first, *size, deadline_s=120.0)
+            for name, keys in OVER_TWO.items() if over_two else ():
+                on_ray = ("--runtime", "ray", "--keys", *keys)
+                yield figures(f"run-{name}", "accelerator_run.py", *of_first, *size, *on_ray, deadline_s=150.0)
         yield figures(f"rollouts-{model}", "accelerator_rollouts.py", "--models", model, *few)
 
 
@@ -243,12 +257,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: the accelerator that torch finds; cpu runs tiny models")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to use beside what is installed")
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-check", help="a folder for the report")
-    parser.add_argument("--budget-s", type=float, default=460.0, help="seconds for everything")
+    parser.add_argument("--budget-s", type=float, help="seconds for everything; default: 460, with two devices 700")
     parser.add_argument(
         "--jobs", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), help="test files at once"
     )
     wanted = parser.parse_args(arguments)
-    budget = Budget(wanted.budget_s, began=time.monotonic())
+    began = time.monotonic()
     out = wanted.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for old in (file for file in out.iterdir() if file.suffix in (".json", ".xml", ".log", ".txt")):
@@ -266,13 +280,18 @@ def main(arguments: list[str] | None = None) -> int:
     if found["device"] is None:
         print(f"no GPU: torch {found['torch']} finds no accelerator; `make gpu-check DEVICE=cpu` runs all of it tiny")
         return NO_DEVICE
-    print(f"{found['name']}, torch {found['torch']}, at most {wanted.budget_s:.0f} s; logs in {out}", flush=True)
-    outcomes = run_all([*parts(found["device"], out)], wanted.jobs, lambda part: run(part, budget, out, environment))
+    over_two = found["num_devices"] > 1 and "ray" in found
+    budget = Budget(wanted.budget_s or (700.0 if over_two else 460.0), began=began)
+    print(f"{found['name']}, torch {found['torch']}, at most {budget.total_s:.0f} s; logs in {out}", flush=True)
+    if found["num_devices"] > 1 and not over_two:
+        print("ray is not installed: runs over two devices are left out")
+    groups = [*parts(found["device"], out, over_two=over_two)]
+    outcomes = run_all(groups, wanted.jobs, lambda part: run(part, budget, out, environment))
     text = table_of(found, outcomes)
     report = {"machine": found, "status": status_of(outcomes), "parts": [dataclasses.asdict(one) for one in outcomes]}
     (out / "report.txt").write_text(text + "\n", encoding="utf-8")
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{text}\n\n{wanted.budget_s - budget.left_s:.0f} s; {out / 'report.json'}")
+    print(f"\n{text}\n\n{budget.total_s - budget.left_s:.0f} s; {out / 'report.json'}")
     return status_of(outcomes)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.config import load_config
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 ABSENT = ("ray", "starlette", "uvicorn", "matplotlib", "beartype")
@@ -73,8 +75,18 @@ def test_a_gpu_gets_every_test_file_and_both_models_within_eight_minutes(check, 
     assert {file.stem for file in (ROOT / "tests" / "gpu").glob("test_*.py")} < set(names)
     figures = [f"update-{size}-{keeps}" for size in ("0.6B", "1.7B") for keeps in ("checkpoint", "keep")]
     assert {*figures, "rollouts-0.6B", "rollouts-1.7B", "parity"} < set(names)
+    assert not any(name.startswith("run-") for name in names)
     help_text = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True).stdout
     assert "at most eight minutes" in help_text
+
+
+def test_two_devices_share_runs_in_every_way(check, tmp_path):
+    runs = {part.name: part for [part, *_] in check.parts("cuda", tmp_path, over_two=True) if part.name[:4] == "run-"}
+    assert runs.keys() == {"run-dp_shard", "run-tp", "run-sp", "run-two-pools"}
+    for name, part in runs.items():
+        keys = part.arguments[part.arguments.index("--keys") + 1 : part.arguments.index("--json")]
+        assert keys == check.OVER_TWO[name.removeprefix("run-")]
+        load_config("gsm8k-grpo", ["cluster.device=cuda", "model.path=Qwen/Qwen3-0.6B", *keys], draft=True)
 
 
 def test_the_report_has_a_line_for_each_part_and_a_table_for_each_kind_of_figures(check):
@@ -119,8 +131,8 @@ def test_all_of_it_runs_tiny_on_a_cpu_without_ray(tmp_path):
     assert done.returncode == 0, done.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     kinds = {part["part"]: part["rows"] for part in report["parts"]}
-    updates = {f"update-tiny-{what}" for what in ("checkpoint", "keep", "any-order")}
-    assert kinds.keys() == {"gpu", "parity", "rollouts-tiny", *updates}
+    updates = {f"update-tiny-{what}" for what in ("checkpoint", "keep", "any-order", "ragged")}
+    assert kinds.keys() == {"gpu", "parity", "kernels", "prefill", "run", "rollouts-tiny", *updates}
     assert all(part["status"] == "right" and part["rows"] for part in report["parts"])
     assert kinds["gpu"][0]["failed"] == 0
     assert kinds["update-tiny-keep"][0]["peak_gib"] is None
