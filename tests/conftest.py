@@ -87,9 +87,12 @@ CHECKED = ("tests/unit/algorithms/", "src/rallypoint/algorithms/", "tests/e2e/te
 whole runs that call them as recipes do."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    checks_of_shapes.update("jaxtyping_disable", not item.nodeid.startswith(CHECKED))
+class CheckedShapes:
+    """Checks shapes where `CHECKED` says so."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        checks_of_shapes.update("jaxtyping_disable", not item.nodeid.startswith(CHECKED))
 
 
 class WithDoctests:
@@ -104,7 +107,8 @@ class WithDoctests:
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(WithDoctests())  # as hooks of this file are not asked about src
+    for plugin in (CheckedShapes(), WithDoctests()):  # as hooks of this file are not asked about src
+        config.pluginmanager.register(plugin)
     if config.getoption("numprocesses", None):  # this process starts those that test
         importlib.import_module("ray_forks").share()
 
