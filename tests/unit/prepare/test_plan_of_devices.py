@@ -87,3 +87,22 @@ def test_all_teachers_are_counted_and_one_is_at_work_at_a_time(tmp_path: Path):
     assert both.weights == first.weights + second.weights, "each folder once, and none that is served"
     assert both.activations == second.activations
     assert both.gradients == both.optimizer == 0
+
+
+def test_ranks_that_sample_together_have_their_part_of_the_cache_and_of_weights_that_are_not_the_actors(here: Path):
+    cut = [
+        "cluster.pools={main: [2]}",
+        "rollout.mesh.tp=2",
+        "rollout.cache_tokens=4096",
+        "model.create.num_key_value_heads=2",
+    ]
+    whole, own, shared = (
+        load_config("digits-grpo", more).config
+        for more in ([cut[0], *cut[2:]], cut, [*cut, "actor.mesh.tp=2", "reference.mesh.tp=2"])
+    )
+    shape = shape_of(whole)
+    assert shape is not None
+    one, part, actors = (role_memory(config, "rollout", shape) for config in (whole, own, shared))
+    assert [2 * part.cache, 2 * actors.cache] == [one.cache] * 2
+    assert (one.weights, actors.weights) == (0, 0), "the actor's"
+    assert 0.4 < part.weights / (4 * shape.num_parameters) < 0.6
