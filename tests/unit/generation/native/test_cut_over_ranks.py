@@ -8,10 +8,12 @@ import torch
 from sampling_cases import CHANGES, decode
 from tiny_families import FAMILY_CONFIGS, make_family_model
 
+from rallypoint.config import LoRAConfig
 from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.errors import DeterminismError
 from rallypoint.generation import NativeEngine, Request, SamplingParams
 from rallypoint.model_files import load_policy
+from rallypoint.models import Part
 from rallypoint.roles.rank_engine import RankEngine, SliceRequest
 
 BASE = SamplingParams(max_new_tokens=9, seed=3, stop_tokens=(0, 5))
@@ -70,6 +72,25 @@ def test_two_ranks_sample_the_tokens_of_one_in_every_way(on_mesh, tmp_path, name
     expected = sampled(policy(folder), asked)
     assert len({tuple(said[0]) for said in expected}) > len(LENGTHS)
     for actual in on_mesh(lambda mesh: sampled(policy(folder, mesh), asked, mesh), tp=2):
+        assert_alike(actual, expected)
+
+
+def test_adapters_are_sampled_as_by_one_rank(on_mesh, tmp_path):
+    folder, asked = make_family_model(tmp_path, "qwen3"), requests()
+    lora = LoRAConfig(rank=4, alpha=8, target_modules=("all-linear",))
+
+    def adapted(mesh=None):
+        shard, generator = load_policy(folder, dtype="float32", mesh=mesh, lora=lora, seed=1), torch.Generator()
+        for name, weight in shard.model.double().named_parameters():
+            if weight.requires_grad:  # the second factors begin at 0
+                part, whole = shard.parts[name], Part.whole(shard.parts[name].shape)
+                drawn = torch.randn(part.shape, generator=generator.manual_seed(1), dtype=torch.float64)
+                weight.data.copy_(0.3 * drawn[part.within(whole)])
+        return NativeEngine(shard.model, decode=decode)
+
+    expected = sampled(adapted(), asked)
+    assert [said[0] for said in expected] != [said[0] for said in sampled(policy(folder), asked)]
+    for actual in on_mesh(lambda mesh: sampled(adapted(mesh), asked, mesh), tp=2):
         assert_alike(actual, expected)
 
 
