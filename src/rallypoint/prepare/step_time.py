@@ -32,6 +32,8 @@ class _Passes(NamedTuple):
     other_launches: int
     numbers: float
     """Numbers that a layer reads and writes between its products for each hidden number of a token."""
+    launches_of_row: float
+    """Launches for each row of the step: the driver packs and unpacks it, and one of the ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,10 +59,8 @@ class _Costs:
     decode: _Passes
     launches_of_token: float
     """Launches for each row that decodes, to draw its token and keep it."""
-    launches_of_row: float
-    """Likewise of the driver, while a row is sampled: its request, its tokens and its place in a batch."""
     launches_of_call: float
-    """Likewise of the driver and the processes that it calls, for each phase of a role."""
+    """Likewise of the driver and the processes that it calls, for each pass over all rows, and each optimizer step."""
     links: Mapping[str, float]
     """Transport of published weights -> bytes a second."""
 
@@ -73,11 +73,10 @@ _OF_ACCELERATORS = _Costs(
     cache=0.4,
     states=0.7,
     hides_sums=True,
-    forward=_Passes(0, 0, 0),  # the shares have it
-    update=_Passes(0, 0, 0),
-    decode=_Passes(11, 20, 0),
+    forward=_Passes(0, 0, 0, 0),  # the shares have it
+    update=_Passes(0, 0, 0, 0),
+    decode=_Passes(11, 20, 0, 0),
     launches_of_token=0,
-    launches_of_row=0,
     launches_of_call=0,
     links={"memory": 4e9, "ipc": 2e10, "broadcast": 8e9, "folder": 7e8},
 )
@@ -90,11 +89,10 @@ _OF_CORES = _Costs(
     cache=0.5,
     states=0.7,  # gradients are read again for their norm, clipped, and set to zero
     hides_sums=False,
-    forward=_Passes(320, 3450, 155),
-    update=_Passes(2000, 4500, 340),
-    decode=_Passes(80, 100, 430),
+    forward=_Passes(320, 3450, 155, 14),
+    update=_Passes(2000, 4500, 340, 14),
+    decode=_Passes(80, 100, 430, 115),
     launches_of_token=8,
-    launches_of_row=100,
     launches_of_call=2000,
     links={"memory": 8e9, "broadcast": 2e9, "folder": 9e8},
 )
@@ -187,6 +185,11 @@ class _Pace:
         width = math.sqrt(shape.token_cost / shape.num_layers / 7)
         return self.device.products(self.size, max(1.0, tokens), width, is_update=is_update)
 
+    def calls(self, passes: _Passes, num_calls: int) -> float:
+        """Return the seconds in which rows come to the ranks, and what these say of them comes back."""
+        launches = self.costs.launches_of_call * num_calls + passes.launches_of_row * self.config.num_rows
+        return launches * self.device.launch_s
+
     def beside(self, passes: _Passes, shape: ModelShape, num_passes: float, tokens: float) -> dict[str, float]:
         """Return what passes of so many tokens each spend beside products -> seconds."""
         launches = num_passes * (passes.launches_of_layer * shape.num_layers + passes.other_launches)
@@ -211,16 +214,14 @@ def _terms(
     prompt, response = _lengths(config, share)
     tokens = (config.num_examples * prompt + config.num_rows * (response - 1)) / memory.num_ranks
     rows = config.num_rows / memory.num_ranks
-    parts = num_updates if is_update else 1
+    parts, passes = (config.learners[memory.role].num_mini_batches, costs.update) if is_update else (1, costs.forward)
     cuts = parts * math.ceil(rows * (prompt + response) / parts / config.engine.max_tokens_per_micro_batch)
-    terms = collections.defaultdict[str, float](float, {"calls": costs.launches_of_call * device.launch_s})
+    terms = collections.defaultdict[str, float](float, {"calls": pace.calls(passes, num_updates if is_update else 1)})
     for shape in shapes:
         reached = costs.of_rows[share == 1] * pace.peak(shape, tokens / cuts, is_update=is_update)
         terms["arithmetic"] += num_passes * _forward(config, shape, share) / memory.num_ranks / reached
         times = num_passes / 3 if is_update else num_passes
-        for what, seconds in pace.beside(
-            costs.update if is_update else costs.forward, shape, times * cuts, tokens / cuts
-        ).items():
+        for what, seconds in pace.beside(passes, shape, times * cuts, tokens / cuts).items():
             terms[what] += seconds
     weights = sum(shape.num_parameters for shape in shapes) * pace.size
     if config.mesh(memory.role)["dp_shard"] > 1:
@@ -286,6 +287,6 @@ def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) 
         "reading weights": steps * shape.num_parameters / tp * size / (costs.weights * device.bandwidth),
         "reading the cache": steps * at_once * context * cached / (costs.cache * device.bandwidth),
         "drawing tokens": steps * at_once * costs.launches_of_token * device.launch_s,
-        "calls": (costs.launches_of_call + costs.launches_of_row * config.num_rows) * device.launch_s,
+        "calls": pace.calls(costs.decode, 1),
         **{what: seconds + prompts[what] for what, seconds in beside.items()},
     }

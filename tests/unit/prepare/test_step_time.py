@@ -104,6 +104,8 @@ def test_cores_are_counted_as_they_were_measured():
     tokens, weights = 32 * 8 + 256 * 31, 8 * (4 * 320**2 + 3 * 320 * 896)
     assert phase(time, "actor update").most_s > 6 * tokens * weights / 2 / 1e11, "products alone take that long"
     assert time.num_devices == 0, "nobody counts device-hours"
+    twice = phase(on_cores(SIZES, LONG, "actor.num_epochs=2"), "actor update").most_s
+    assert twice == pytest.approx(2 * phase(time, "actor update").most_s, rel=0.02), "each epoch has its passes"
 
 
 def test_what_makes_a_phase_slow_on_cores():
