@@ -89,17 +89,18 @@ def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
 
 
 def time_on(config: RunConfig, plan: RunPlan, machine: Machine) -> StepTime | None:
-    """Return the time of a step on this machine; None where its devices or the model are not known.
+    """Return the time of a step on this machine; None where its devices or the model are not known, or cores are few.
 
-    What its cores do is measured.
+    What its cores do is measured, by as many processes as the run has, unless the machine has no room for them.
     """
     if not plan.memory:
         return None
     cluster, accelerator = config.cluster, _device(config, machine)
     device = find_device(accelerator.name) if accelerator is not None else None
     if cluster.device == "cpu" and cluster.address is None and not machine.is_cluster:
-        num_processes = sum(map(sum, cluster.pools.values()))
-        device = find_cores(num_processes, cluster.num_cpus_per_process, config.model.dtype)
+        num_processes, num_threads = sum(map(sum, cluster.pools.values())), cluster.num_cpus_per_process
+        if num_processes * num_threads <= machine.num_cores:
+            device = find_cores(num_processes, num_threads, config.model.dtype)
     return step_time(config, plan, device) if device is not None else None
 
 

@@ -144,3 +144,12 @@ def test_cores_elsewhere_are_not_measured():
     config = load_config("digits-grpo", ["cluster.address=auto"]).config
     machine = Machine(num_cores=2, num_bytes=2**33)
     assert time_on(config, plan_on(config, machine), machine) is None
+
+
+def test_nothing_is_measured_for_more_processes_than_there_are_cores(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine(num_cores=2, num_bytes=2**33)
+    for cluster in ("{pools: {main: [3]}}", "{pools: {main: [2]}, num_cpus_per_process: 2}"):
+        config = load_config("digits-grpo", [f"cluster={cluster}"]).config
+        assert time_on(config, plan_on(config, machine), machine) is None
+    assert not list(tmp_path.rglob("*")), "such a plan may have thousands of processes"
