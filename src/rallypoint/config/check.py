@@ -223,13 +223,16 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
             "model.lora.target_modules is empty, so nothing would be trained; expected all-linear, or names such as "
             "[q_proj, v_proj]",
         )
-    shape = shape_of(config)
-    if lora.target_parameters and shape is not None and shape.model_type not in MIXTURES:
+    shape, targets = shape_of(config), known_adapter(lora).target_parameters
+    if shape is not None and (unknown := [repr(one) for one in targets if not shape.has_experts(one)]):
+        key, value = ("path", lora.path) if lora.path else ("target_parameters", targets)
+        have = f"no {', '.join(unknown)}; expected {' or '.join(shape.expert_matrices)}"
+        if not shape.expert_matrices:
+            have = (
+                f"no experts that are known; those of type {', '.join(MIXTURES)} have. Linear layers are target_modules"
+            )
         yield Problem(
-            ("model.lora.target_parameters",),
-            f"model.lora.target_parameters={shown(lora.target_parameters)}: models of type {shape.model_type!r} have "
-            f"no experts that are known; those of type {', '.join(MIXTURES)} have. Linear layers are "
-            "model.lora.target_modules",
+            (f"model.lora.{key}",), f"model.lora.{key}={shown(value)}: models of type {shape.model_type!r} have {have}"
         )
     if lora.path is None:
         return
@@ -368,8 +371,8 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("model.lora.path" if lora.path else "model.lora.target_parameters", "rollout.engine"),
             f"rollout.engine='vllm' takes adapters of linear layers only, and these have experts "
-            f"(target_parameters={shown(lora.target_parameters)}); use rollout.engine=native, or "
-            "model.lora.target_parameters=[]",
+            f"(target_parameters={shown(lora.target_parameters)}); use rollout.engine=native"
+            + ("" if lora.path else ", or model.lora.target_parameters=[]"),
         )
     if config.rollout.weights not in ("auto", "folder"):
         yield Problem(

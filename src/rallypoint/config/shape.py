@@ -122,6 +122,17 @@ class ModelShape:
         """Weights of a sequence classifier with one label, which has no bias."""
         return self.num_critic_parameters - 1
 
+    @property
+    def expert_matrices(self) -> Sequence[str]:
+        """Ends of the names of matrices of experts, which adapters may stand beside."""
+        family = FAMILIES.get(self.model_type)
+        names = dict.fromkeys(name for kind in self.kinds for name in kind.stacks)
+        return [f"{family.experts}.{name}" for name in names] if family and family.experts else []
+
+    def has_experts(self, target: str) -> bool:
+        """Return whether a target matches matrices of experts, of whatever layer."""
+        return any(f".{name}".endswith(f".{target}") or target.endswith(f".{name}") for name in self.expert_matrices)
+
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
         """Weights of A and B of the adapted products and experts; of an adapter in a folder, those of all layers."""
         lora = known_adapter(lora)

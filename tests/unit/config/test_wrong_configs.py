@@ -468,7 +468,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: dropout": ("model.lora.dropout=0.1", ("model.lora.dropout=0.1", "the keys rank, alpha")),
     "fit: adapters of experts of a dense model": (
         "model.lora.target_parameters=[mlp.experts.down_proj]",
-        ("models of type 'llama' have no experts", "qwen3_moe", "model.lora.target_modules"),
+        ("models of type 'llama' have no experts", "qwen3_moe", "Linear layers are target_modules"),
+    ),
+    "fit: an adapter of experts and a dense model": (
+        "model.lora.path=of_experts",
+        ("model.lora.path='of_experts': models of type 'llama' have no experts", "qwen3_moe"),
+    ),
+    "fit: misspelt experts": (
+        "model.create.architecture=qwen3_moe model.lora.target_parameters=[mlp.experts.gate_up_proj,experts.down]",
+        ("'qwen3_moe' have no 'experts.down'; expected mlp.experts.gate_up_proj or mlp.experts.down_proj",),
     ),
     "fit: vllm and adapters of experts": (
         "model.create.architecture=qwen3_moe rollout.engine=vllm cluster.device=cuda "
