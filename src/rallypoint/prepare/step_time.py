@@ -103,6 +103,12 @@ Launches are worth as many small operations of torch, with the Python around the
 _COSTS: Mapping[type, _Costs] = {Device: _OF_ACCELERATORS, Cores: _OF_CORES}
 
 
+_TO_HOST_PER_S = 2.5e10
+"""Bytes a second between a device and page-locked CPU memory: half of what PCIe 5.0 promises; never measured."""
+_HALF = 2
+"""Bytes of a number of half precision."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
     """A part of a step."""
@@ -229,6 +235,10 @@ def _terms(
         terms["gathering weights"] = max(0.0, gathers * weights / device.gathered - terms["arithmetic"])
     if is_update:
         num_bytes = memory.weights + memory.gradients + memory.optimizer
+        if config.engine.offload_optimizer:  # masters, unless the parts of the weights are, and two moments
+            num_kinds = 3 if pace.size == _HALF and config.mesh(memory.role)["dp_shard"] == 1 else 2
+            num_bytes += num_kinds * memory.gradients
+            terms["copying the optimizer's states"] = 2 * num_updates * num_kinds * memory.gradients / _TO_HOST_PER_S
         terms["the optimizer's states"] = 2 * num_updates * num_bytes / (costs.states * device.bandwidth)
         if not costs.hides_sums and config.num_parts(memory.role) > 1:
             terms["sums of gradients"] = num_updates * memory.gradients / device.gathered

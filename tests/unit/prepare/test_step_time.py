@@ -14,6 +14,8 @@ from rallypoint.prepare.step_time import StepTime, step_time
 
 MEASURED = ("model.path=Qwen/Qwen3-0.6B", "cluster={device: cuda, pools: {main: [1]}}", "engine.activations=keep")
 
+OFFLOADED = "engine.offload_optimizer=true"
+
 
 def planned(*overrides: str, name: str = "gsm8k-grpo", on: str = "H200") -> StepTime:
     config = load_config(name, [*MEASURED, *overrides]).config
@@ -54,6 +56,12 @@ def test_what_follows_from_the_numbers_of_a_run():
     assert phase(planned("actor.num_epochs=2"), "actor update").most_s > 1.9 * phase(planned(), "actor update").most_s
     once = planned("actor.num_mini_batches=1", "kl=null")
     assert [each.name for each in once.phases] == ["actor update", "rollout"], "the update has the logprobs"
+
+
+def test_an_offloaded_state_is_copied_there_and_back_in_each_step_of_the_optimizer():
+    kept, offloaded = planned("actor.num_mini_batches=3"), planned("actor.num_mini_batches=3", OFFLOADED)
+    more = phase(offloaded, "actor update").most_s - phase(kept, "actor update").most_s
+    assert more == pytest.approx(3 * 2 * 12 * 596_049_920 / 2.5e10)
 
 
 def test_pools_beside_each_other_take_as_long_as_the_slower_one():
