@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _NOT_EXACT = (
     "turns of episodes are sampled in whatever batch they meet, so two runs with one seed may differ by rounding; "
-    "with rollout.exact=true they do not"
+    "with rollout.exact=true they do not, where model and rollout.mesh.tp allow it"
 )
 
 
