@@ -301,7 +301,7 @@ def _time(config: RunConfig, time: StepTime) -> tuple[str, list[str]]:
 
 
 def _between(least: float, most: float) -> str:
-    few, many = (f"{one:.0f}" if one >= 10 else f"{one:.1f}" if one >= 1 else f"{one:.2f}" for one in (least, most))
+    few, many = (f"{one:,.0f}" if one >= 10 else f"{one:.1f}" if one >= 1 else f"{one:.2f}" for one in (least, most))
     return few if few == many else f"{few} to {many}"
 
 

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rallypoint.cluster.capacity import memory_bytes, num_cores
@@ -38,6 +39,8 @@ if module.is_available():
 print(json.dumps([torch.__version__, devices]))
 """
 _PATIENCE_S = 120.0
+_KEPT_S = 24 * 3600.0
+"""How long what cores were measured to do is believed: other programs may have kept them busy."""
 _GIB = 2**30
 OF_TYPES = {name: device.gib for name, device in DEVICES.items() if " " not in name}
 """Accelerator type as Ray names it -> GiB that torch reports of its largest version."""
@@ -106,13 +109,14 @@ def imagine(text: str) -> Machine:
 def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
     """Return what each of some processes computes in a second, all of them at once; None if that cannot be measured.
 
-    It is measured once for a processor and a version of torch, and then read from a file in the user's cache folder.
+    It is measured once a day, and read from the user's cache folder until then.
     """
     asked, where = (num_processes, num_threads, dtype), (platform.node(), _processor(), num_cores())
     how = (*map(importlib.metadata.version, ("rallypoint", "torch")), WIDTHS, ROWS, NUMBERS)
     file = cache_folder() / f"cores-{hashlib.sha256(repr((asked, where, how)).encode()).hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Cores(**json.loads(file.read_text(encoding="utf-8")))
+        if time.time() - file.stat().st_mtime < _KEPT_S:
+            return Cores(**json.loads(file.read_text(encoding="utf-8")))
     cores = measure_cores(*asked)
     if cores is not None:
         with contextlib.suppress(OSError):
@@ -124,7 +128,10 @@ def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None
 
 
 def measure_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
-    """Measure what `find_cores` returns: in about three seconds, most of which it takes to import torch."""
+    """Measure what `find_cores` returns: in about three seconds, most of which it takes to import torch.
+
+    The first process speaks when all are done; one that ends early leaves it waiting, until there is no more patience.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked = {"num_ranks": num_processes, "num_threads": num_threads, "dtype": dtype, "place": f"{folder}/meeting"}
         asked |= {"widths": WIDTHS, "rows": ROWS, "numbers": NUMBERS}
@@ -138,8 +145,7 @@ def measure_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | N
             for rank in range(num_processes)
         ]
         try:
-            said = [process.communicate(timeout=_PATIENCE_S)[0] for process in processes]
-            return Cores(**json.loads(said[0]))
+            return Cores(**json.loads(processes[0].communicate(timeout=_PATIENCE_S)[0]))
         except (ValueError, subprocess.TimeoutExpired):
             return None
         finally:
