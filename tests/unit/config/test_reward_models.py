@@ -103,10 +103,6 @@ WRONG = {
         "reward.path=scorer reward.mesh.dp_shard=2 cluster.runtime=inline",
         "reward.mesh.dp_shard=2 needs a process for every rank",
     ),
-    "sleep in shards": (
-        "reward.path=scorer reward.mesh.dp_shard=2 cluster.device=cuda engine.sleep=true",
-        "reward.mesh.dp_shard=2 cannot be combined with engine.sleep=true yet",
-    ),
 }
 
 

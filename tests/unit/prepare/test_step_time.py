@@ -132,7 +132,15 @@ def test_what_makes_a_phase_slow_on_cores():
     assert phase(alone, "actor update").limit == "arithmetic", "one process has nobody to sum with"
 
 
-def test_what_cores_do_is_measured_once_and_read_from_then_on(tmp_path, monkeypatch):
+@pytest.fixture
+def unmeasured():
+    """No core was measured by this process, and none will have been."""
+    find_cores.cache_clear()
+    yield
+    find_cores.cache_clear()
+
+
+def test_what_cores_do_is_measured_once_and_read_from_then_on(unmeasured, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = load_config("digits-grpo", ["cluster={pools: {main: [2]}, num_cpus_per_process: 1}"]).config
     machine = Machine(num_cores=2, num_bytes=2**33)
@@ -161,7 +169,7 @@ def test_cores_elsewhere_are_not_measured():
     assert time_on(config, plan_on(config, machine), machine) is None
 
 
-def test_nothing_is_measured_for_more_processes_than_there_are_cores(tmp_path, monkeypatch):
+def test_nothing_is_measured_for_more_processes_than_there_are_cores(unmeasured, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine(num_cores=2, num_bytes=2**33)
     for cluster in ("{pools: {main: [3]}}", "{pools: {main: [2]}, num_cpus_per_process: 2}"):
