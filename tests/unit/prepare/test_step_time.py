@@ -8,8 +8,9 @@ import time
 import pytest
 
 from rallypoint.config import load_config
+from rallypoint.cpu.speed import Asked, main
 from rallypoint.observability.devices import Cores
-from rallypoint.prepare.inventory import Machine, find_cores, imagine
+from rallypoint.prepare.inventory import Machine, find_cores, imagine, measure_cores
 from rallypoint.prepare.machine import plan_on, time_on
 from rallypoint.prepare.plan import make_plan
 from rallypoint.prepare.step_time import StepTime, step_time
@@ -140,27 +141,51 @@ def unmeasured():
     find_cores.cache_clear()
 
 
-def test_what_cores_do_is_measured_once_and_read_from_then_on(unmeasured, tmp_path, monkeypatch):
+def test_what_cores_do_is_measured_once_a_day_and_read_until_then(unmeasured, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = []
+
+    def measure(*asked):
+        measured.append(asked)
+        return dataclasses.replace(CORES, launch_s=1e-6 * len(measured))
+
+    monkeypatch.setattr("rallypoint.prepare.inventory.measure_cores", measure)
+
+    def find():
+        find_cores.cache_clear()
+        cores = find_cores(2, 1, "float32")
+        return None if cores is None else cores.launch_s
+
+    assert [find() for _ in range(2)] == [1e-6, 1e-6]
+    [file] = tmp_path.glob("rallypoint/cores-*.json")
+    file.write_text("{")
+    assert [find() for _ in range(2)] == [2e-6, 2e-6], "what cannot be read is measured again"
+    os.utime(file, (0, time.time() - 25 * 3600))
+    assert [find() for _ in range(2)] == [3e-6, 3e-6], "a day later, too"
+    assert measured == [(2, 1, "float32")] * 3
+
+
+def test_a_run_here_is_timed_by_what_its_cores_do(unmeasured, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("rallypoint.prepare.inventory.measure_cores", lambda *asked: CORES)
     config = load_config("digits-grpo", ["cluster={pools: {main: [2]}, num_cpus_per_process: 1}"]).config
     machine = Machine(num_cores=2, num_bytes=2**33)
-    first = time_on(config, plan_on(config, machine), machine)
-    assert first is not None
-    [file] = tmp_path.glob("rallypoint/cores-*.json")
-    found = json.loads(file.read_text())
-    assert all(each > 0 for each in found["forward"] + found["update"] + found["traffic"])
-    assert min(found["launch_s"], found["bandwidth"], found["gathered"]) > 0
-    find_cores.cache_clear()
-    assert time_on(config, plan_on(config, machine), machine) == first
-    file.write_text("{")
-    find_cores.cache_clear()
-    assert time_on(config, plan_on(config, machine), machine) is not None, "what cannot be read is measured again"
-    assert json.loads(file.read_text()).keys() == found.keys()
-    file.write_text(json.dumps(found | {"launch_s": 1.0}))
-    os.utime(file, (0, time.time() - 25 * 3600))
-    find_cores.cache_clear()
-    time_on(config, plan_on(config, machine), machine)
-    assert json.loads(file.read_text())["launch_s"] != 1.0, "a day later it is measured again"
+    assert time_on(config, plan_on(config, machine), machine) == step_time(config, plan_on(config, machine), CORES)
+
+
+@pytest.mark.slow  # in processes of their own, which import torch
+def test_processes_measure_together():
+    cores = measure_cores(2, 1, "float32")
+    assert cores is not None
+    assert min(cores.launch_s, cores.bandwidth, cores.gathered, *cores.traffic, *cores.forward, *cores.update) > 0
+
+
+def test_a_process_measures_everything_that_is_asked(capsys):
+    asked = Asked(1, 1, "float32", "", widths=(8, 16), rows=(4,), numbers=(64,))
+    main(0, asked)
+    found = Cores(**json.loads(capsys.readouterr().out))
+    assert (len(found.forward), len(found.update), len(found.traffic)) == (2, 2, 1)
+    assert min(found.launch_s, found.bandwidth, found.gathered, *found.traffic, *found.forward, *found.update) > 0
 
 
 def test_cores_elsewhere_are_not_measured():
