@@ -9,13 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from ray_forks import forked_workers
 
 from rallypoint.cluster import Layout, ResourcePool, ResourcePoolManager, WorkerContext, WorkerGroup, collect, merge
-from rallypoint.cluster.ray_cluster import RayCluster
+from rallypoint.cluster.ray_cluster import RayCluster, asking_for_forks
+from rallypoint.cluster.ray_daemons import only_needed
 from rallypoint.cluster.ray_runtime import RayRuntime, ray
 from rallypoint.errors import PlacementError, WorkerHungError
 
 # isort: split
+from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 STORE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -63,8 +66,9 @@ class Nodes:
     """A node of two CPUs and one of one, and a runtime on both that waits briefly and speaks often."""
 
     def __init__(self, folder: Path) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **STORE})
-        self.small = self.cluster.add_node(num_cpus=1, labels={"zone": "b"}, **STORE)
+        with forked_workers(), asking_for_forks(True), only_needed(Node):
+            self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, **STORE})
+            self.small = self.cluster.add_node(num_cpus=1, labels={"zone": "b"}, **STORE)
         ray.init(address=self.cluster.address, namespace="nodes", log_to_driver=False)
         self.said: list[str] = []
         os.environ.update(VARIABLES)  # the nodes are there already, without them
@@ -235,7 +239,8 @@ def test_a_node_that_joins_late_is_used(nodes, run):
         waiting = asyncio.create_task(nodes.group("late", ResourcePool([1], num_cpus=0, resources={"late": 1})))
         while not nodes.said:
             await asyncio.sleep(0.05)
-        nodes.cluster.add_node(num_cpus=0, resources={"late": 1}, **STORE)  # Ray wants the main thread
+        with forked_workers(), asking_for_forks(True), only_needed(Node):
+            nodes.cluster.add_node(num_cpus=0, resources={"late": 1}, **STORE)  # Ray wants the main thread
         group = await waiting
         places = await nodes.places(group)
         await group.shutdown()

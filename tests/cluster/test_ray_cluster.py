@@ -157,10 +157,28 @@ def test_everything_of_a_local_cluster_listens_on_loopback_only(drivers: tuple[D
         assert num_listening >= 4, "the driver, the control service, the node's service and a worker listen"
 
 
-def test_who_has_not_the_token_is_refused_and_nobody_else_can_read_it(drivers: tuple[Driver, Driver]):
+def test_a_missing_or_wrong_token_is_named_with_the_place_where_it_was_looked_for(drivers, tmp_path, monkeypatch):
+    def refusal(**token: str) -> str:
+        with monkeypatch.context() as patch:
+            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+                patch.delenv(name, raising=False)
+            for name, value in {"HOME": str(tmp_path), **token}.items():
+                patch.setenv(name, value)
+            with pytest.raises(ClusterError) as caught:
+                RayCluster.join(drivers[0].facts["address"], namespace="intruder", say=print)
+        return str(caught.value)
+
+    wrong = tmp_path / "wrong"
+    wrong.write_text("0" * 64)
+    assert "wants another token than none: set RAY_AUTH_TOKEN" in refusal()
+    assert f"wants another token than that in {wrong}" in refusal(RAY_AUTH_TOKEN_PATH=str(wrong))
+    assert "wants another token than that in RAY_AUTH_TOKEN" in refusal(RAY_AUTH_TOKEN="1" * 64)
+    assert f"there is no token in {tmp_path / 'gone'}" in refusal(RAY_AUTH_TOKEN_PATH=str(tmp_path / "gone"))
+    assert f"there is no token in {tmp_path / '.ray' / 'auth_token'}" in refusal(RAY_AUTH_MODE="token")
+
+
+def test_nobody_else_can_read_the_token(drivers: tuple[Driver, Driver]):
     driver = drivers[0]
-    with pytest.raises(ClusterError, match="wants another token"):
-        RayCluster.join(driver.facts["address"], namespace="intruder", say=print)
     folder = driver.private_folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
@@ -178,6 +196,13 @@ def test_the_settings_reach_the_workers_and_leave_the_drivers_environment_as_it_
         assert facts["changed"] == []
         assert (driver.logs / "ray" / "raylet.out").is_file()
     assert drivers[0].facts["namespace"] != drivers[1].facts["namespace"]
+
+
+def test_nothing_is_started_that_prints_logs_asks_for_machines_or_shows_a_page(drivers):
+    mark = drivers[0].facts["mark"]
+    words = " ".join(word for pid, words in command_lines().items() if pid in marked(mark) for word in words)
+    assert "gcs_server" in words
+    assert not [name for name in ("log_monitor.py", "autoscaler", "dashboard.py") if name in words]
 
 
 def test_a_killed_driver_leaves_nothing_after_ten_seconds_and_other_clusters_are_not_touched(

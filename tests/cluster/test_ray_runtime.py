@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from ray_forks import forked_workers
 
 from rallypoint.cluster import Layout, ResourcePool, WorkerContext, WorkerGroup, collect, open_runtime
 from rallypoint.errors import PlacementError, WorkerDiedError
@@ -55,7 +56,8 @@ def alive(pids):
 
 async def life_of_a_runtime(logs, folder):
     """Open, fill, empty and leave; return the process ids that were seen."""
-    runtime = open_runtime("ray", log_folder=logs, object_store_gib=0.2, say=print)
+    with forked_workers():
+        runtime = open_runtime("ray", log_folder=logs, object_store_gib=0.2, say=print)
     try:
         with pytest.raises(
             PlacementError, match=r"pool 'huge' cannot fit on this cluster:\n(.*\n)* .*999 CPU .*too little"

@@ -120,21 +120,6 @@ def test_a_visitor_brings_its_rallypoint_to_nodes_without_it_and_leaves_the_clus
     assert not ray.is_initialized()
 
 
-def test_a_missing_or_wrong_token_is_named_with_the_place_where_it_was_looked_for(two_nodes, tmp_path):
-    def refusal(**token: str) -> str:
-        with environment(token, home=tmp_path), pytest.raises(ClusterError) as caught:
-            RayCluster.join(two_nodes.address, namespace="never", say=print)
-        return str(caught.value)
-
-    wrong = tmp_path / "wrong"
-    wrong.write_text("0" * 64)
-    assert "wants another token than none: set RAY_AUTH_TOKEN" in refusal()
-    assert f"wants another token than that in {wrong}" in refusal(RAY_AUTH_TOKEN_PATH=str(wrong))
-    assert "wants another token than that in RAY_AUTH_TOKEN" in refusal(RAY_AUTH_TOKEN="1" * 64)
-    assert f"there is no token in {tmp_path / 'gone'}" in refusal(RAY_AUTH_TOKEN_PATH=str(tmp_path / "gone"))
-    assert f"there is no token in {tmp_path / '.ray' / 'auth_token'}" in refusal(RAY_AUTH_MODE="token")
-
-
 def test_what_is_no_cluster_is_said_at_once_and_what_does_not_answer_within_the_timeout():
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:

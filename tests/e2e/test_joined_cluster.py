@@ -48,7 +48,7 @@ def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
     assert weights_of(there) == weights_of(here)
 
 
-@pytest.mark.slow  # tests/cluster/test_two_nodes.py has every token that is wrong
+@pytest.mark.slow  # tests/cluster/test_ray_cluster.py has every token that is wrong
 def test_a_run_without_the_token_says_so_and_where_it_looked(two_nodes, runs, tmp_path):
     done = train(runs.overrides("refused", f"cluster.address={two_nodes.address}", *SPLIT), {}, tmp_path)
     assert done.returncode != 0

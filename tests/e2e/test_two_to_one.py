@@ -1,7 +1,4 @@
-"""Two processes that shard a model publish to a third one that samples, or one to two: real processes, on one node.
-
-The node says that it has three cores, however many there are.
-"""
+"""Two processes that shard a model publish to a third one that samples, or one to two: real processes."""
 
 import asyncio
 import contextlib
@@ -10,10 +7,10 @@ import signal
 
 import pytest
 import torch
+from lasting_ray import lasting_ray
 from tiny_models import make_tiny_model
 
-from rallypoint.cluster.ray_cluster import RayCluster
-from rallypoint.cluster.ray_runtime import RayRuntime, ray
+from rallypoint.cluster.ray_runtime import RayRuntime
 from rallypoint.config import load_config
 from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.journal import Journal
@@ -28,8 +25,7 @@ from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
 from rallypoint.types import ActorBatch, RolloutBatch, Trajectory, assemble
 
-# isort: split
-from ray.cluster_utils import Cluster
+pytestmark = pytest.mark.lasting_ray
 
 PLACED = ("cluster.pools={main: [2], second: [1]}", "rollout.placement.pool=second", "kl=null", "recipe=grpo")
 SHARDED = ("actor.mesh.dp_shard=2", "actor.num_mini_batches=1", "actor.optimizer={lr: 0.05, warmup_ratio: 0}")
@@ -37,25 +33,11 @@ PROMPTS = [(3, 9, 10), (4, 5)]
 PARAMS = SamplingParams(max_new_tokens=6)
 
 
-class OneNode(RayCluster):
-    """The simulated node, as a cluster that somebody else started."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(address=str(cluster.address), namespace="two to one", own=None, silence_s=60, say=print)
-
-
 @pytest.fixture
-def runtime(tmp_path):
-    arguments = {"num_cpus": 3, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=arguments)
-    try:
-        ray.init(address=cluster.address, namespace="two to one", log_to_driver=False)
-        yield RayRuntime(
-            OneNode(cluster), log_folder=tmp_path, placement_timeout_s=60, silence_s=60, preload=(), say=print
-        )
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+def runtime(request, tmp_path):
+    return RayRuntime(
+        lasting_ray(request), log_folder=tmp_path, placement_timeout_s=60, silence_s=60, preload=(), say=print
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,11 +1,14 @@
 """One local Ray for tests that follow each other, for it takes seconds to start: a runtime's end leaves it running.
 
+It says that this machine has three cores, however many there are.
+
 A process is in one cluster at a time, so it is ended before a test that has not the mark `lasting_ray`.
 """
 
 import pytest
 from ray_forks import forked_workers
 
+from rallypoint.cluster.capacity import num_cores
 from rallypoint.cluster.ray_cluster import RayCluster
 
 
@@ -28,8 +31,7 @@ def lasting_ray(request: pytest.FixtureRequest) -> LastingCluster:
     if _CLUSTER not in stash:
         logs = request.getfixturevalue("tmp_path_factory").mktemp("ray")
         with forked_workers(), pytest.MonkeyPatch.context() as patch:
-            # It looks at the logs ten times a second, for a driver that would print them; ours does not.
-            patch.setattr("ray._private.node.Node.start_log_monitor", lambda node: None)
+            patch.setattr("rallypoint.cluster.ray_cluster.num_cores", lambda: max(3, num_cores()))  # so that pools fit
             stash[_CLUSTER] = LastingCluster.start_local(log_folder=logs, object_store_gib=1.2, say=print)
     return stash[_CLUSTER]
 

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 
 from rallypoint.cluster import ray_probe, reaper, warm
 from rallypoint.cluster.capacity import num_cores
-from rallypoint.cluster.ray_daemons import RayDaemons, environment, process_as_found, speak_for_ray
+from rallypoint.cluster.ray_daemons import RayDaemons, environment, only_needed, process_as_found, speak_for_ray
 from rallypoint.cluster.ray_thread import RayThread, is_held_by_ray
 from rallypoint.errors import ClusterError
 
@@ -40,7 +40,7 @@ with environment(_READ_AT_IMPORT), process_as_found(), warnings.catch_warnings()
     logging.disable(logging.INFO)  # in a notebook it speaks of widgets
     warnings.simplefilter("ignore")
     import ray
-    from ray._private import ray_constants, worker
+    from ray._private import node, ray_constants, worker
 
     importlib.reload(ray_constants)  # in case ray was imported before, without our settings
     logging.disable(logging.NOTSET)
@@ -143,7 +143,11 @@ class RayCluster:
         forks = own.forks(imported)
         speak_for_ray(say)
         try:
-            with _ray_environment({**own.environment, warm.SOCKET: forks}), _asking_for_forks(forks is not None):
+            with (
+                _ray_environment({**own.environment, warm.SOCKET: forks}),
+                asking_for_forks(forks is not None),
+                only_needed(node.Node),
+            ):
                 context: Any = ray.init(
                     address="local",
                     namespace=own.name,
@@ -346,7 +350,7 @@ def _ray_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _asking_for_forks(wanted: bool) -> Iterator[None]:
+def asking_for_forks(wanted: bool) -> Iterator[None]:
     """Have a Ray that is started inside the block run `warm` where it would prepare a worker.
 
     Ray's own way to another Python, `runtime_env`, would first import Ray once more for each worker.

@@ -25,6 +25,8 @@ from typing import Any
 
 from rallypoint.cluster.reaper import stat_of
 
+_UNUSED = ("start_log_monitor", "start_monitor", "start_api_server")
+"""Methods by which a node of Ray starts what prints logs of workers, asks for more machines, and shows a page."""
 _REASON = re.compile(r'reason_message: "([^"]+)"')
 _LOG_BYTES = 2**16
 _LOOK_MS = 1000
@@ -135,6 +137,19 @@ def _state(pid: int) -> str | None:
         return "S"
     found = stat_of(pid)
     return None if found is None else found[1]
+
+
+@contextlib.contextmanager
+def only_needed(node_class: Any) -> Iterator[None]:
+    """Have Ray start, inside the block, only the daemons that a cluster for one program needs."""
+    found = {name: getattr(node_class, name) for name in _UNUSED if hasattr(node_class, name)}
+    for name in found:
+        setattr(node_class, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in found.items():
+            setattr(node_class, name, method)
 
 
 @contextlib.contextmanager
