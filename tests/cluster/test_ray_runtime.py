@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from ray_forks import forked_workers
 
 from rallypoint.cluster import Layout, ResourcePool, WorkerContext, WorkerGroup, collect, open_runtime
 from rallypoint.errors import PlacementError, WorkerDiedError
@@ -56,6 +55,8 @@ def alive(pids):
 
 async def life_of_a_runtime(logs, folder):
     """Open, fill, empty and leave; return the process ids that were seen."""
+    from ray_forks import forked_workers  # which processes of the other test, that import this file, do not find
+
     with forked_workers():
         runtime = open_runtime("ray", log_folder=logs, object_store_gib=0.2, say=print)
     try:

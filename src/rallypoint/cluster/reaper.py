@@ -64,7 +64,8 @@ def main(driver: int, mark: str, folder: str, logs: str, busy: str = "", limit_s
         guard = None
     is_dead = end == "died"
     grace_s = _GRACE_AFTER_DEATH_S if is_dead else GRACE_S
-    num_ended = end_processes(mark, grace_s, folder=folder, driver=driver, until_quiet=is_dead)
+    patience_s = 0.0 if is_dead else GRACE_S  # Ray's agents end a moment after its raylet
+    num_ended = end_processes(mark, grace_s, folder=folder, driver=driver, until_quiet=is_dead, patience_s=patience_s)
     tidy(folder, logs)
     if num_ended and os.path.isdir(logs):
         with contextlib.suppress(OSError), open(os.path.join(logs, "reaper.log"), "a", encoding="utf-8") as file:
@@ -160,19 +161,26 @@ def _end_of(driver: int, guard: Guard | None) -> str:
 
 
 def end_processes(
-    mark: str, grace_s: float = GRACE_S, *, folder: str = "", driver: int = 0, until_quiet: bool = False
+    mark: str,
+    grace_s: float = GRACE_S,
+    *,
+    folder: str = "",
+    driver: int = 0,
+    until_quiet: bool = False,
+    patience_s: float = 0.0,
 ) -> int:
     """End every process that has the mark in its environment or writes logs of the folder; say how many there were.
 
     They get SIGTERM, and SIGKILL if they are still there after `grace_s`. Signals go through pidfds, opened before
     the environment is read, so that no other process is hit by a number that was used again. `until_quiet` looks on
-    until nothing was found three times in a row: what dies suddenly leaves processes that are only just starting.
+    until nothing was found three times in a row: what dies suddenly leaves processes that are only just starting. Who
+    ends within `patience_s` is left alone.
     """
     if sys.platform != "linux":
         return 0
     num_ended, num_rounds, num_quiet, until = 0, 0, 0, time.monotonic() + _MOST_S
     while num_quiet < _ROUNDS and (time.monotonic() < until if until_quiet else num_rounds < _ROUNDS):
-        processes = _of_cluster(f"{MARK}={mark}".encode(), folder, driver)
+        processes = _still_there(_of_cluster(f"{MARK}={mark}".encode(), folder, driver), patience_s)
         num_rounds, num_quiet = num_rounds + 1, 0 if processes else num_quiet + 1
         if not processes:
             if not until_quiet:
