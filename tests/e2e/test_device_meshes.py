@@ -81,7 +81,8 @@ OF_MIXTURES = {
     [name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow) for name in OF_MIXTURES],
 )
 def test_ranks_that_share_experts_train_a_mixture_as_one_process_and_one_process_goes_on_from_theirs(runs, family):
-    keys = (INLINE, *OF_MIXTURES[family], f"model.create.architecture={family}", "checkpoint={every_steps: 2, keep: 9}")
+    keys = (INLINE, *OF_MIXTURES[family], f"model.create.architecture={family}", "checkpoint={every_steps: 1, keep: 9}")
+    keys += ("trainer.num_steps=2",)
     whole = final_weights(runs.run("one", *keys, ONE))
     run = runs.run("mesh", *keys, TWO, *meshes("ep=2"))
     assert_close(final_weights(run), whole)

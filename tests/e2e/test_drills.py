@@ -20,6 +20,8 @@ ELSEWHERE = {
     "split/rollout.load:step=3:kill": "and one that is published to",
     "one/RolesStarted:kill": "test_interruptions.py kills a run that starts and has no checkpoint",
     "one/WeightsLoaded:n=3:kill": "it kills one between two checkpoints",
+    "one/BatchTaken:n=3:kill": "and at the third of six steps",
+    "ahead/SliceSent:n=3:kill": "a run that samples ahead is killed after a checkpoint below, and in test_staleness.py",
     "one/CheckpointSaved:kill": "it kills one before a checkpoint appears; `ahead` is killed after one below",
     "one/an edited journal": "tests/unit/journal/test_log.py edits one, and a torn one stays here",
     "one/a flipped bit": "tests/unit/test_checkpoint.py damages every file of a checkpoint",

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from chat_templates import QWEN3, make_chat_tokenizer, merging_tokenizer
+from grids import thinned
 from metrics_file import read_metrics
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
@@ -233,6 +234,10 @@ def test_what_sft_does_not_read_is_refused_on_the_command_line(sft):
     assert load_checked("ppo", draft=True).config.num_rows == 512
 
 
+TWO_BY_TWO = [("reward_model", "inline", "{sp: 2}"), ("dpo", "inline", "{tp: 2}")]
+"""Of recipes and meshes, those that are always compared; sft is, on Ray."""
+
+
 @pytest.fixture(params=["reward_model", "dpo"])
 def pairs(request, tmp_path):
     """Runs of the recipes that learn from pairs: digits in order are preferred to digits that are not."""
@@ -271,6 +276,7 @@ def test_a_killed_run_on_pairs_ends_with_the_same_bits(pairs):
     assert len(column(whole, "actor/loss")) == 7, "a longer run takes pairs that the first one did not know"
 
 
+@pytest.mark.parametrize("pairs", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)], indirect=True)
 def test_pairs_from_a_stream_end_with_the_same_bits_and_so_they_do_where_the_run_was_killed(pairs):
     check_stream(pairs, "stream", 48)
 
@@ -288,7 +294,9 @@ def test_pairs_train_adapters(pairs):
 
 
 @pytest.mark.parametrize(
-    ("runtime", "mesh"), [*MESHES[1:-1], *(pytest.param(*MESHES[at], marks=pytest.mark.slow) for at in (0, -1))]
+    ("pairs", "runtime", "mesh"),
+    thinned([(recipe, *where) for recipe in ("reward_model", "dpo") for where in MESHES], *TWO_BY_TWO),
+    indirect=["pairs"],
 )
 def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=33")

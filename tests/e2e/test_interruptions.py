@@ -24,7 +24,7 @@ from rallypoint.run.folder import RunFolder
 from rallypoint.run.rollouts import read_rollouts, rollout_files
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
-LONG = ("trainer.num_steps=8", "checkpoint={every_steps: 2, keep: 99}")
+LONG = ("trainer.num_steps=6", "checkpoint={every_steps: 2, keep: 99}")
 
 
 def wait_for(run, text, process, timeout_s=120):
@@ -41,17 +41,17 @@ def wait_for(run, text, process, timeout_s=120):
 
 
 @pytest.fixture(scope="module")
-def of_eight_steps(tmp_path_factory):
+def of_six_steps(tmp_path_factory):
     """A run of one rank that nothing befell."""
-    return Runs(tmp_path_factory.mktemp("eight")).run("whole", *LONG, *INLINE)
+    return Runs(tmp_path_factory.mktemp("six")).run("whole", *LONG, *INLINE)
 
 
 @pytest.mark.parametrize("runtime", ["inline", "ray"])
-def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_eight_steps, runtime):
+def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_six_steps, runtime):
     where = INLINE if runtime == "inline" else ("cluster.runtime=ray", "cluster.pools={main: [2]}")
-    whole = of_eight_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])
+    whole = of_six_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])
     process = runs.start("train", "digits", *runs.overrides("killed", *LONG, *where))
-    wait_for("killed", "step 5/8", process)
+    wait_for("killed", "step 3/6", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -64,14 +64,15 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weight
 def sampled_in(run):
     """Return what a run has kept of its rollouts, by step: equal bits, and no step missing or there twice."""
     rows = {step: read_rollouts(run.path, step) for step in rollout_files(run.path)}
-    assert list(rows) == list(range(1, 9))
+    assert list(rows) == list(range(1, 7))
     return rows
 
 
 def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same_weights(runs, weights_of):
-    pools = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second", "rollout.weights=folder")
-    whole = runs.run("whole", *LONG, INLINE[0], *pools)
-    process = runs.start("train", "digits", *runs.overrides("killed", *LONG, INLINE[0], *pools))
+    keys = ("cluster.pools={main: [1], second: [1]}", "rollout.placement.pool=second", "rollout.weights=folder")
+    keys += ("trainer.num_steps=8", LONG[1], INLINE[0])
+    whole = runs.run("whole", *keys)
+    process = runs.start("train", "digits", *runs.overrides("killed", *keys))
     wait_for("killed", "step 3/8", process)
     published = runs.folder / "killed" / "published"
     is_publishing = False
@@ -86,16 +87,16 @@ def test_a_run_killed_while_it_publishes_a_folder_and_resumed_ends_with_the_same
     assert not resumed.published.exists()
 
 
-def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of, of_eight_steps):
-    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=8", *INLINE))
-    wait_for("stopped", "step 3/8", process)
+def test_ctrl_c_saves_a_checkpoint_says_how_to_go_on_and_exits_with_130(runs, weights_of, of_six_steps):
+    process = runs.start("train", "digits", *runs.overrides("stopped", "trainer.num_steps=6", *INLINE))
+    wait_for("stopped", "step 2/6", process)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert f"rally train {runs.folder / 'stopped'} --resume" in printed.replace("\n", "")
     assert "Ctrl-C: what is under way is finished and saved, then the run ends" in printed
     assert len(list((runs.folder / "stopped" / "checkpoints").iterdir())) in (1, 2)  # and the one of step 5
-    assert weights_of(runs.resume("stopped")) == weights_of(of_eight_steps)
+    assert weights_of(runs.resume("stopped")) == weights_of(of_six_steps)
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_of_the_run_is_lost(runs):
@@ -260,26 +261,21 @@ def test_resuming_without_any_checkpoint_begins_at_the_first_step_and_says_so(ru
     assert "no checkpoint to go on from: the run begins at step 1" in log
 
 
-def test_one_command_starts_a_run_of_a_file_goes_on_with_it_and_says_that_it_is_done(runs, tmp_path):
+def test_one_command_starts_a_run_of_a_file_says_that_it_is_done_starts_nothing_then_and_goes_on_with_it(
+    runs, tmp_path
+):
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: digits\n")
     command = ("train", str(mine), "--resume", *runs.overrides("mine", *INLINE, "trainer.num_steps=2"))
     started, _ = (process := runs.start(*command)).communicate(timeout=180)
     assert process.returncode == 0, started
     assert f"no run of {mine} to go on with: it begins" in started.replace("\n", "")
+    run = RunFolder(runs.folder / "mine")
+    before = run.metrics.read_bytes()
     again, _ = (process := runs.start(*command)).communicate(timeout=180)
     assert process.returncode == 0, again
-    assert "all 2 steps are done" in again
-    assert RunFolder(runs.folder / "mine").state().num_starts == 1
-
-
-def test_a_run_that_is_done_says_so_and_starts_nothing(runs):
-    run = runs.run("done", *INLINE, "trainer.num_steps=2")
-    before = run.metrics.read_bytes()
-    process = runs.start("train", str(run.path), "--resume")
-    printed, _ = process.communicate(timeout=180)
-    assert process.returncode == 0
-    assert "all 2 steps are done; for more of them raise trainer.num_steps" in printed
+    assert "all 2 steps are done; for more of them raise trainer.num_steps" in again
+    assert run.state().num_starts == 1
     assert run.metrics.read_bytes() == before
     process = runs.start("train", str(run.path), "--resume", "trainer.num_steps=3", "loss.clip_low=0.1")
     printed, _ = process.communicate(timeout=120)

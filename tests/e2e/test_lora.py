@@ -26,7 +26,7 @@ def rally(*arguments):
 
 
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_adapters(runs, weights_of):
-    steps = ("trainer.num_steps=12", "checkpoint={every_steps: 2, keep: 2}")
+    steps = ("trainer.num_steps=8", "checkpoint={every_steps: 2, keep: 2}")
     whole = runs.run("whole", LORA, *steps, INLINE, ONE)
     process = runs.start("train", "digits", *runs.overrides("killed", LORA, *steps, INLINE, ONE))
     while not list((runs.folder / "killed").glob("checkpoints/step_*/manifest.json")):
@@ -90,8 +90,9 @@ def test_a_trained_adapter_is_used_exported_and_trained_further(runs, trained, t
 
 def test_adapters_of_experts_train_on_ranks_that_share_experts_and_go_on_in_one_process(runs, tmp_path):
     experts = "model.lora={rank: 4, alpha: 8, target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]}"
-    keys = (experts, INLINE, "model.create.architecture=qwen3_moe", "checkpoint={every_steps: 2, keep: 9}")
+    keys = (experts, INLINE, "model.create.architecture=qwen3_moe", "checkpoint={every_steps: 1, keep: 9}")
     keys += ("actor.optimizer.lr=0.03", "rollout.router_replay=true", "model.create.num_key_value_heads=2")
+    keys += ("trainer.num_steps=2",)
     alone = adapters_of(runs.run("one", *keys, ONE))
     roles = ("actor", "critic", "reference")
     run = runs.run("mesh", *keys, "cluster.pools={main: [2]}", *(f"{role}.mesh.ep=2" for role in roles))
