@@ -10,7 +10,7 @@ import rallypoint
 
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}", "trainer.num_steps=2")
 ROOT = f"{Path(rallypoint.__file__).parent}/"
-MAX_FILES_OF_A_PROMPT = 12
+MAX_FILES_OF_A_PROMPT = 10
 """Files of sampling, environments and roles that run for it, helpers included; docs/decisions/0032-the-journal.md."""
 MAX_FILES_OF_WEIGHTS = 8
 

@@ -14,25 +14,14 @@ the tokens that the policy sampled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from rallypoint.data.dataset import Example
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.client import Client
 from rallypoint.environments.steps import Steps
 from rallypoint.types.trajectory import Trajectory
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """A task."""
-
-    tokens: tuple[int, ...]
-    """Token ids of the prompt."""
-    example: Example
-    """Row of the data set that it comes from."""
-
 
 Result: TypeAlias = float | Sequence[float] | Mapping[str, float | Sequence[float]] | Trajectory | None
 """What an episode returns: its reward, that of each turn, both with other numbers by name, turns of its client, or

@@ -26,8 +26,9 @@ from rallypoint.user_code import (
 )
 
 if TYPE_CHECKING:
+    from rallypoint.data.prompt_sets import Prompt
     from rallypoint.environments.client import Client
-    from rallypoint.environments.environment import Episode, Prompt
+    from rallypoint.environments.environment import Episode
 
 PromptEpisode: TypeAlias = "Callable[[Prompt, Client], Awaitable[object]]"
 """An episode as it is called: `with_prompt_first` of it."""
@@ -102,7 +103,7 @@ def name_of(function: object) -> str:
 def with_prompt_first(episode: Episode) -> PromptEpisode:
     """Return an episode as a function of (prompt, client), whatever it takes.
 
-    >>> from rallypoint.environments.environment import Prompt
+    >>> from rallypoint.data.prompt_sets import Prompt
     >>> async def episode(client, example): ...
     >>> running = with_prompt_first(episode)(Prompt((), "the example"), "the client")
     >>> running.cr_frame.f_locals, running.close()

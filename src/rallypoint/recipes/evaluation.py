@@ -15,10 +15,11 @@ from typing import Any, Self
 
 from rallypoint.config import RewardConfig, RolloutConfig
 from rallypoint.data import DataSet, Example, load_dataset
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.conversation import TurnInWords, turns_in_words
-from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.environment import Episode
 from rallypoint.environments.failures import RewardFailure, RolloutFailure, describe_failures
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.environments.scored import SampledGroup, combine

@@ -17,9 +17,10 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.agents import is_agent
 from rallypoint.environments.blocking import is_blocking
-from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import PromptEpisode, load_episode, with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.errors import ConfigError, ServingError, UserCodeError

@@ -31,6 +31,7 @@ from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
 from rallypoint.config.transport import describe_transport, transport_name
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
+from rallypoint.data.prompt_sets import PromptSets
 from rallypoint.environments.attempts import measure_attempts
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.grader import Grader
@@ -51,7 +52,6 @@ from rallypoint.sampling.group import Scorers, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import PromptSets
 from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RolloutConfig, RunConfig
 from rallypoint.data import ChatMessage
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.chat import Chat, Messages, said_in
-from rallypoint.environments.environment import Prompt
 from rallypoint.environments.episodes import PromptEpisode
 from rallypoint.environments.failures import EpisodeFailed, RolloutFailure, RolloutFailureKind
 from rallypoint.environments.tools import Tools
@@ -59,9 +59,11 @@ class Terms:
     @classmethod
     def of(cls, config: RunConfig, mailbox: Mailbox, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return those of a config."""
-        rollout, schedule = config.rollout, mailbox.schedule
+        rollout, replay = config.rollout, mailbox.schedule.replay
         limits = EpisodeLimits(
-            turn_s=rollout.turn_timeout_s, episode_s=rollout.episode_timeout_s, hold=lambda: schedule.is_free
+            turn_s=rollout.turn_timeout_s,
+            episode_s=rollout.episode_timeout_s,
+            hold=lambda: replay is None or replay.is_free,
         )
         results, strips = Results.of(config), rollout.thinking == "strip"
         return cls(mailbox, tokenizer, config.max_row_tokens, limits, results, strips)

@@ -21,16 +21,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rallypoint.algorithms import Advantage
 from rallypoint.config import RunConfig
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.data.tokenizer import TokenTexts
-from rallypoint.environments.environment import Episode, Prompt
+from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import with_prompt_first
-from rallypoint.environments.failures import RolloutFailure, check_failures
+from rallypoint.environments.failures import RolloutFailure
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.scored import SampledGroup, ScoredGroup
 from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import AbandonedError, RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.journal import Journal, TurnSampled
+from rallypoint.journal import Journal, RolloutFailed, TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.sampling.client import EpisodeClient, Terms
@@ -109,12 +110,9 @@ class AdmittedBatch:
     """Groups that were admitted together, and what scores them."""
 
     scoring: Scoring
-    num_rows: int
-    """Rollouts of which some may fail."""
     validation: int | None = None
     """Step after which it is validated; None in training."""
     groups: list[GroupInFlight] = dataclasses.field(default_factory=list[GroupInFlight])
-    failures: list[RolloutFailure] = dataclasses.field(default_factory=list[RolloutFailure])
 
     def close(self) -> None:
         """Cancel what is in flight."""
@@ -189,8 +187,11 @@ class InFlight:
                 indices; None: these prompts are all there are.
             validation: step after which these are validated; None in training, where as many may fail as of a step.
         """
-        loop = asyncio.get_running_loop()
+        loop, replay = asyncio.get_running_loop(), self._mailbox.schedule.replay
         of_step = 0 if validation is not None else self._config.rollout.num_prompts
+
+        def failed(index: int, sample: int) -> RolloutFailed | None:
+            return None if replay is None else replay.failure_of((index, sample, validation))
 
         def ended(place: int, scored: ScoredGroup) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
@@ -206,14 +207,13 @@ class InFlight:
             warn=self._watch.journal.say,
             ended=ended,
         )
-        batch = AdmittedBatch(scoring, max(of_step, len(prompts)) * group_size, validation)
+        batch = AdmittedBatch(scoring, validation)
         loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.end_if_it_failed)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
-            recorded = [self._mailbox.schedule.failure_of(index, sample, validation) for sample in range(group_size)]
             clients = [
-                EpisodeClient(self._terms, params, (index, prompt), sample, rank=rank, recorded=failure)
-                for sample, failure in enumerate(recorded)
+                EpisodeClient(self._terms, params, (index, prompt), sample, rank=rank, recorded=failed(index, sample))
+                for sample in range(group_size)
             ]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, batch))
             sampled.add_done_callback(self.end_if_it_failed)
@@ -247,8 +247,6 @@ class InFlight:
         kept = {number: one for number, one in enumerate(found) if isinstance(one, Trajectory)}
         failures = [one for one in found if isinstance(one, RolloutFailure)]
         self._watch.journal.append(*(failed_event(failure, batch.validation) for failure in failures))
-        batch.failures += failures
-        check_failures(batch.failures, batch.num_rows, self._config.rollout.max_failed)
         rows = assemble(
             list(kept.values()),
             prompt_index=index,

@@ -3,12 +3,12 @@
 Owns: which requests there are, of which class and on which rank, and when a rank is called. Must not know: prompts,
 groups, and what a response is for.
 
-Invariants: a rank gets its requests in the order in which they were submitted. A request is kept until its rank is
-idle: a lost rank is sent all of them again (`resend`), and gives the same tokens, as random numbers follow from seed,
-prompt, sample, turn and the token's position, and logits from the batch (unless `rollout.exact`), which is the same.
+Invariants: a rank gets its requests in order of submission, and each is kept until the rank is idle. A lost rank is
+sent all of them again (`resend`), and gives the same tokens: random numbers follow from seed, prompt, sample, turn and
+position, and logits from the batch (unless `rollout.exact`), which is the same.
 
-Consumes: requests and weights, at any time. Produces: outputs, as responses end. Waits for: the ranks, one time slice
-per call. Unblocked by: `sample`, `load`, the barrier.
+Consumes: requests and weights. Produces: outputs, as responses end. Waits for: the ranks, one time slice per call.
+Unblocked by: `sample`, `load`, the barrier.
 
 Each rank is called in a loop of its own, so that none waits for a slower one, except at a watched barrier
 (`rollout.over_sampling`): which groups end first must not depend on time, so all ranks take as many steps together.
@@ -249,9 +249,10 @@ class Mailbox:
             keeper: restores a rank that was lost, whose requests are then sent again; without one they fail.
         """
         self.role, self.schedule, self._keeper = rollouts, schedule, keeper
+        self._send = functools.partial(schedule.send, rollouts.advance) if schedule.has_slices else rollouts.advance
         self.version = 0
         """Version of the weights that the ranks hold."""
-        self.num_loads = 0
+        self.num_loads = self._next_version = 0
         self.is_idle = asyncio.Event()
         """Set while no rank samples for training or a session."""
         self.is_idle.set()
@@ -260,7 +261,6 @@ class Mailbox:
         self._requests = RequestQueue(rollouts.num_ranks)
         self._pumps: dict[tuple[int, ...], asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
-        self._next_version = 0
         self._busy_s = [0.0] * rollouts.num_ranks
 
     def rank_of(self, place: int, num_prompts: int) -> int:
@@ -284,7 +284,8 @@ class Mailbox:
             WorkerError: a rank failed, and all requests with it.
         """
         kept = self._requests.submit(next(self._numbers), request, "training", rank=rank, deliver=deliver)
-        self.schedule.wake()
+        if self.schedule.replay is not None:
+            self.schedule.replay.wake()
         self._begin_calls(kept.rank)
         try:
             await kept.ended
@@ -356,8 +357,7 @@ class Mailbox:
         version, num_steps = self._next_version, self.barrier.num_steps
         asked = {rank: self._requests.take(rank, version=version, num_steps=num_steps) for rank in ranks}
         if len(ranks) == 1:
-            rank = ranks[0]
-            slices = [await self.schedule.send(rank, asked[rank], functools.partial(self.role.advance, rank))]
+            slices = [await self._send(ranks[0], asked[ranks[0]])]
         else:
             slices = await asyncio.gather(*(self.role.advance(rank, one) for rank, one in asked.items()))
         for rank, one in zip(ranks, slices, strict=True):

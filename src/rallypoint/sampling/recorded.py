@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rallypoint.cluster.call import Process
 from rallypoint.config import RunConfig
+from rallypoint.data.prompt_sets import PromptSets, TrainingPrompts
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import Failure, FailureKind, Outcome, Scores
@@ -30,7 +31,6 @@ from rallypoint.roles.publishing import Publisher, Replica, Stream, Subscriber, 
 from rallypoint.run.rollouts import read_rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone
-from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
 from rallypoint.sampling.sampled import Sampled, penalty_of
 from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, offsets_from_lengths
 from rallypoint.weights import TransferPlan

@@ -17,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -44,6 +45,8 @@ Name: TypeAlias = tuple[int, int, int]
 """Distance of a request's seed from that of the run, its prompt, and its sample."""
 Send: TypeAlias = Callable[[SliceRequest], Awaitable[SliceResult]]
 """Has a rank do what it is asked."""
+Advance: TypeAlias = Callable[[int, SliceRequest], Awaitable[SliceResult]]
+"""Has any rank do what it is asked."""
 Load: TypeAlias = Callable[[], Awaitable[str | None]]
 """Has all ranks load weights, and returns their digest; None if they sample from the actor's own tensors."""
 
@@ -92,7 +95,7 @@ class Recorder:
             seed: of the run.
             is_ahead: whether slices are written; what samples and trains in turns is repeated without them.
         """
-        self._journal, self._origin, self._seed, self._is_ahead = journal, origin, seed, is_ahead
+        self._journal, self._origin, self._seed, self.is_ahead = journal, origin, seed, is_ahead
         self._sent: list[tuple[bool, list[Event]]] = []
         """Calls that are to be written, in their order, and whether each is a load; empty until it has returned."""
         self._published = ""
@@ -105,7 +108,7 @@ class Recorder:
         """
         resumed = Resumed(step=step, version=version, done=dataclasses.asdict(done), kept=kept)
         loads = list[int]()
-        if self._is_ahead:
+        if self.is_ahead:
             try:
                 before = RecordedSchedule.read(self._journal.path, resumed)
                 loads, why = before.loads, before.why_not_with(self._origin)
@@ -121,8 +124,6 @@ class Recorder:
 
     async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
         """Send what a rank is asked and write down what became of it."""
-        if not self._is_ahead:
-            return await send(asked)
         async with self._writing(is_load=False) as written:
             done = await send(asked)
             if asked.new or done.num_steps:
@@ -313,12 +314,13 @@ class ScheduleReplay:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """How calls get to the ranks: at once, written down, or as an earlier run's were."""
+    """Which calls of ranks are written down, and in which order an earlier run's are repeated."""
 
-    recorder: Recorder | None = None
-    replay: ScheduleReplay | None = None
+    def __init__(self, recorder: Recorder | None = None, replay: ScheduleReplay | None = None) -> None:
+        self.recorder, self.replay = recorder, replay
+        self.has_slices = replay is not None or (recorder is not None and recorder.is_ahead)
+        """Whether slices are sent by it; those of a run that samples and trains in turns are sent as they come."""
 
     @classmethod
     def of(cls, config: RunConfig, journal: Journal, num_ranks: int) -> Schedule:
@@ -342,10 +344,11 @@ class Schedule:
             recorder, ScheduleReplay(recorded, config.seed, journal=journal, timeout_s=config.cluster.call_timeout_s)
         )
 
-    async def send(self, rank: int, asked: SliceRequest, send: Send) -> SliceResult:
-        """Have a rank do what it is asked."""
+    async def send(self, advance: Advance, rank: int, asked: SliceRequest) -> SliceResult:
+        """Have a rank do what it is asked, in a run that `has_slices`."""
 
         async def record(asked: SliceRequest) -> SliceResult:
+            send = functools.partial(advance, rank)
             return await (send(asked) if self.recorder is None else self.recorder.send(rank, asked, send))
 
         return await (record(asked) if self.replay is None else self.replay.send(rank, asked, record))
@@ -362,29 +365,6 @@ class Schedule:
             await (load() if self.recorder is None else self.recorder.load(version, load))
 
         await (record() if self.replay is None else self.replay.load(version, record))
-
-    @property
-    def is_free(self) -> bool:
-        """Whether what happens does so by itself, and not because it is repeated."""
-        return self.replay is None or self.replay.is_free
-
-    def failure_of(self, prompt: int, sample: int, validation: int | None) -> RolloutFailed | None:
-        """Return how a rollout failed that is repeated now; None if it did not, or is not."""
-        return None if self.replay is None else self.replay.failure_of((prompt, sample, validation))
-
-    def next_take(self) -> tuple[int, ...] | None:
-        """Return the prompts of the next step, if it is known."""
-        return None if self.replay is None else self.replay.next_take
-
-    def taken(self) -> None:
-        """Record that a step is trained on the next prompts."""
-        if self.replay is not None:
-            self.replay.taken()
-
-    def wake(self) -> None:
-        """Record that a request has come."""
-        if self.replay is not None:
-            self.replay.wake()
 
     def go_on(self, step: int, version: int, done: PromptsDone, kept: Sequence[int]) -> GoneOn:
         """Record that the run goes on after a step, with weights of that version and those prompts done or kept.

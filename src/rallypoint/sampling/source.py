@@ -1,8 +1,8 @@
 """Prompts in, scored groups out.
 
 Owns: when prompts are sampled, which groups a step takes, and how these become a batch. Must not know: engines, ranks'
-state, what is done with a batch; which examples prompts are (`prompts.py`); how a group is sampled (`group.py`); the
-order of groups and the bound (`groups.py`).
+state, what is done with a batch; which examples prompts are (`data/prompt_sets.py`); how a group is sampled
+(`group.py`); the order of groups and the bound (`groups.py`).
 
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
 for: groups in flight, and the reward models. Unblocked by: the ends of groups, an error of any of them, and `load`,
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rallypoint.config import RunConfig
+from rallypoint.data.prompt_sets import PromptSets, TrainingPrompts
 from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.failures import check_failures, describe_failures
 from rallypoint.environments.scored import ModelScores, combine
@@ -33,7 +34,6 @@ from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import PromptSets, TrainingPrompts
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
 from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
 
@@ -157,7 +157,8 @@ class RolloutSource:
         sampled = await self._batch_of(groups, replaced)
         taken = {group.index: group.sampled.result().oldest_version for group in groups}
         self._groups.take(taken)
-        self.mailbox.schedule.taken()
+        if (replay := self.mailbox.schedule.replay) is not None:
+            replay.taken()
         for index in taken:
             del self._in_flight.groups[index]
         if self._train.num_in_epoch is not None:
@@ -280,7 +281,7 @@ class RolloutSource:
         rollout, num_replaced = self._config.rollout, len(self._groups.replaced)
         if rollout.dynamic_sampling and num_replaced >= rollout.dynamic_sampling * rollout.num_prompts:
             raise RewardError(_NO_SIGNAL.format(batches=rollout.dynamic_sampling, num=num_replaced))
-        if (taken := self.mailbox.schedule.next_take()) is None:
+        if (replay := self.mailbox.schedule.replay) is None or (taken := replay.next_take) is None:
             return self._groups.next()
         missing = sorted(set(taken) - self._in_flight.groups.keys())
         if missing and (not self._groups.drops_ahead or self._groups.all_are_complete):

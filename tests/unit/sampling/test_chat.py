@@ -10,8 +10,8 @@ from chat_templates import QWEN3, make_chat_tokenizer
 from tool_templates import make_tool_tokenizer
 
 from rallypoint.data import Example, Message
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.chat import Chat
-from rallypoint.environments.environment import Prompt
 from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError

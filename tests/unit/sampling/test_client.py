@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.config import load_config
 from rallypoint.data import Example
-from rallypoint.environments.environment import Prompt
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
 from rallypoint.errors import (

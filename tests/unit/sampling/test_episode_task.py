@@ -7,7 +7,7 @@ import threading
 from typing import Any, cast
 
 from rallypoint.data import Example
-from rallypoint.environments.environment import Prompt
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.generation.requests import StopChecker
 from rallypoint.sampling.client import EpisodeClient, Terms

@@ -9,7 +9,7 @@ import pytest
 from tool_templates import FAMILIES, make_tool_tokenizer
 
 from rallypoint.data import Example, Message
-from rallypoint.environments.environment import Prompt
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError

@@ -229,7 +229,7 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
         replay = ScheduleReplay(RecordedSchedule((Origin(2, {}),), events), SEED, journal=journal, timeout_s=60)
         schedule = Schedule(replay=replay)
 
-        async def send(asked):
+        async def advance(_, asked):
             sent.extend((request.prompt_index, asked.num_steps) for _, request in asked.new)
             return SliceResult()
 
@@ -237,7 +237,7 @@ def test_requests_and_weights_wait_until_the_schedule_has_them():
             sent.append(f"load {version}")
 
         async def call(rank, *prompts):
-            await schedule.send(rank, orders(*prompts), send)
+            await schedule.send(advance, rank, orders(*prompts))
 
         early = asyncio.create_task(call(0, 0))  # comes too early, and waits
         await asyncio.sleep(0)

@@ -21,6 +21,7 @@ from rallypoint.algorithms import ADVANTAGES
 from rallypoint.config import load_config
 from rallypoint.config.sections.material import OverlongConfig
 from rallypoint.data import EncodedPrompts, Example, Message
+from rallypoint.data.prompt_sets import PromptSets
 from rallypoint.environments.environment import single_turn
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Inline
@@ -34,7 +35,6 @@ from rallypoint.sampling.group import Scorers, Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.prompts import PromptSets
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 from rallypoint.sampling.source import RolloutSource
 from rallypoint.sampling.timekeeper import Timekeeper

@@ -18,8 +18,8 @@ from tool_templates import FAMILIES, make_tool_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rallypoint.data import Example, Message
+from rallypoint.data.prompt_sets import Prompt
 from rallypoint.data.template import take_texts
-from rallypoint.environments.environment import Prompt
 from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.generation import Output, SamplingParams

@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from rallypoint.config import RunConfig
 from rallypoint.config.sections.material import path_of, weight_of
-from rallypoint.data import EncodedPrompts, Mixture, PromptStream, StreamedPrompts
-from rallypoint.environments.environment import Prompt
+from rallypoint.data.dataset import Example
+from rallypoint.data.prompts import EncodedPrompts
+from rallypoint.data.stream import Mixture, PromptStream
+from rallypoint.data.windows import StreamedPrompts
 from rallypoint.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task."""
+
+    tokens: tuple[int, ...]
+    """Token ids of the prompt."""
+    example: Example
+    """Row of the data set that it comes from."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
