@@ -22,8 +22,7 @@ import time
 from pathlib import Path
 
 from rallypoint.config import load_config
-from rallypoint.journal import read_journal
-from rallypoint.run import measurements
+from rallypoint.journal import fold, read_journal
 
 SORTING = (
     "model.create={architecture: llama, hidden_size: 64, num_layers: 2, num_heads: 2, num_key_value_heads: 2, "
@@ -74,7 +73,7 @@ def measure(recipe: str, seed: int, overrides: list[str], runs_dir: Path) -> dic
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with status {process.returncode}")
     busy, total = (after - before for after, before in zip(cpu_seconds(), (busy_before, all_before), strict=True))
-    records = measurements(read_journal(metrics.with_name("journal.jsonl")))
+    records = fold(read_journal(metrics.with_name("journal.jsonl"))).records
     scores = [record["validation/score"] for record in records if "validation/score" in record]
     return {
         "seed": seed,

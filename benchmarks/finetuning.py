@@ -94,10 +94,9 @@ def rows_of(kind: str, num: int) -> list[dict[str, Any]]:
 def ours(kind: str, model: str, file: Path, steps: int, threads: int, dtype: str) -> list[float]:
     """Return seconds of each step but the first."""
     from rallypoint.display import Silent
-    from rallypoint.journal import read_journal
+    from rallypoint.journal import fold, read_journal
     from rallypoint.prepare.preflight import load_checked
     from rallypoint.recipes.loop import train
-    from rallypoint.run import measurements
     from rallypoint.run.folder import create_run
 
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +113,7 @@ def ours(kind: str, model: str, file: Path, steps: int, threads: int, dtype: str
         train(loaded, run, Silent(), resume=False)
         torch.set_num_threads(threads)
         return [
-            record["time_s/learn"] for record in measurements(read_journal(run.journal)) if "time_s/learn" in record
+            record["time_s/learn"] for record in fold(read_journal(run.journal)).records if "time_s/learn" in record
         ][1:]
 
 

@@ -37,11 +37,10 @@ from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
 
 from rallypoint.config import OptimizerConfig, RoleName, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
-from rallypoint.journal import read_journal
+from rallypoint.journal import fold, read_journal
 from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.observability.memory import MemoryMeter, resident_bytes
 from rallypoint.prepare.plan import RunPlan, make_plan
-from rallypoint.run import measurements
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 96, 64
@@ -112,7 +111,7 @@ def train(recipe: str, keys: list[str], folder: Path) -> tuple[RunPlan, dict[Rol
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    records = measurements(read_journal(folder / "journal.jsonl"))
+    records = fold(read_journal(folder / "journal.jsonl")).records
     plan = make_plan(load_config(recipe, keys).config)
     measured = {
         memory.role: max(record.get(f"{memory.role}/memory_gib", 0.0) for record in records) * 1024

@@ -14,10 +14,9 @@ import tempfile
 from pathlib import Path
 
 from rallypoint.display import Silent
-from rallypoint.journal import read_journal
+from rallypoint.journal import fold, read_journal
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.run import measurements
 from rallypoint.run.folder import create_run
 
 GRADER = """\
@@ -47,7 +46,7 @@ def measure(folder: Path, name: str, num_steps: int, *overrides: str) -> tuple[f
     loaded = load_checked("digits-grpo", keys)
     made = create_run(loaded)
     train(loaded, made, Silent(), resume=False)
-    steps = [one for one in measurements(read_journal(made.journal)) if "time_s/rollout" in one]
+    steps = [one for one in fold(read_journal(made.journal)).records if "time_s/rollout" in one]
     rollout, reward = (statistics.median(one[f"time_s/{part}"] for one in steps[2:]) for part in ("rollout", "reward"))
     first, *whole = [sum(value for key, value in one.items() if key.startswith("time_s/")) for one in steps]
     return first, statistics.median(whole[1:]), rollout, reward

@@ -14,10 +14,9 @@ import tempfile
 from pathlib import Path
 
 from rallypoint.display import Silent
-from rallypoint.journal import read_journal
+from rallypoint.journal import fold, read_journal
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.recipes.loop import train
-from rallypoint.run import measurements
 from rallypoint.run.folder import RunFolder, create_run
 from rallypoint.sampling.simulator import Measured, Simulation, measured_outcome, read_steps
 
@@ -73,7 +72,7 @@ def curves(folder: Path, num_steps: int, values: list[int]) -> None:
             f"trainer.num_steps={num_steps}",
             f"validation.every_steps={every}",
         )
-        records = measurements(read_journal(made.journal))
+        records = fold(read_journal(made.journal)).records
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
         found = measured_outcome(read_steps(made.journal))
         aged = [one["rollout/staleness_mean"] for one in records if "rollout/staleness_mean" in one] or [0.0]
@@ -90,7 +89,7 @@ def draw(folder: Path, values: list[int], file: Path) -> None:
     for staleness in sorted(values):
         path = folder / f"curve-{staleness}"
         taken = {step.batch.step: step.batch.taken_s for step in read_steps(path / "journal.jsonl")}
-        records = measurements(read_journal(path / "journal.jsonl"))
+        records = fold(read_journal(path / "journal.jsonl")).records
         scores = {int(one["step"]): one["validation/score"] for one in records if "validation/score" in one}
         for panel, places in zip(axes, (list(scores), [taken.get(step, 0.0) for step in scores]), strict=True):
             panel.plot(places, list(scores.values()), marker=".", label=f"max_staleness {staleness}")

@@ -19,12 +19,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from rallypoint.config.fields import values_of
-from rallypoint.journal import read_journal
+from rallypoint.journal import fold, read_journal
 from rallypoint.prepare.inventory import look_around, measure_cores
 from rallypoint.prepare.machine import plan_on
 from rallypoint.prepare.preflight import load_checked
 from rallypoint.prepare.step_time import step_time
-from rallypoint.run import measurements
 from rallypoint.run.folder import RunFolder
 
 NEVER = 1_000_000
@@ -79,7 +78,7 @@ def measured(folder: Path, name: str, keys: list[str]) -> dict[str, float]:
     own = [f"trainer.runs_dir={folder}", f"trainer.name={name}"]
     command = [sys.executable, "-m", "rallypoint.cli.main", "train", "digits-grpo", *keys, *own]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    records = [one for one in measurements(read_journal(RunFolder(folder / name).journal)) if "time_s/learn" in one]
+    records = [one for one in fold(read_journal(RunFolder(folder / name).journal)).records if "time_s/learn" in one]
     spans = {name: spans for name, (_, spans) in PHASES.items()} | {"step": STEP}
     return {
         name: statistics.median(sum(one[span] for span in spans) for one in records[1:])

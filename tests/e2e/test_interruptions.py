@@ -275,7 +275,7 @@ def test_one_command_starts_a_run_of_a_file_says_that_it_is_done_starts_nothing_
     again, _ = (process := runs.start(*command)).communicate(timeout=180)
     assert process.returncode == 0, again
     assert "all 2 steps are done; for more of them raise trainer.num_steps" in again
-    assert run.state().num_starts == 1
+    assert len(run.state().attempts) == 1
     assert run.metrics.read_bytes() == before
     process = runs.start("train", str(run.path), "--resume", "trainer.num_steps=3", "loss.clip_low=0.1")
     printed, _ = process.communicate(timeout=120)

@@ -115,7 +115,7 @@ def test_roles_of_a_process_without_one_that_trains_are_killed_and_the_step_goes
     assert {one.role for one in losses[::2]} <= {"reference", "rollout"}, "whichever of the process was called first"
     assert [one.first for one in losses[1::2]] == [None] * 2, "no step is done again"
     assert all(one.processes.keys() == {"rollout", "reference"} for one in losses[1::2]), "those that share a process"
-    assert run.state().num_starts == 1
+    assert len(run.state().attempts) == 1
 
 
 def test_a_rank_that_samples_is_killed_while_it_samples_and_while_it_is_published_to(runs, weights_of, whole):

@@ -17,11 +17,10 @@ from rallypoint.config import shown
 from rallypoint.disk import naming
 from rallypoint.display.text import clock_time, limits, resample, shorten
 from rallypoint.display.theme import phase_colours
-from rallypoint.journal import Change, RunBegan, config_changes, fold, read_journal
+from rallypoint.journal import STEP, TIME, Change, RunBegan, config_changes
 from rallypoint.observability.numbers import counted, finite_mean
 from rallypoint.observability.spans import START, TIME_PREFIX, top_level
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, TIME, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.resume import is_free
 
@@ -101,8 +100,8 @@ def draw_curve(folder: RunFolder) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    entries = list(read_journal(folder.journal))
-    records, resumes = measurements(entries), list(_resumes(fold(entry.event for entry in entries).starts))
+    state = folder.state()
+    records, resumes = state.records, list(_resumes(state.starts))
     words, small, course = _words_of(resumes), _small_panels(records), _course_of(records)
     height = _HEIGHT + _LINE * len(words)
     below = (0.06 + _LINE * len(words)) / height

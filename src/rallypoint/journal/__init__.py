@@ -37,10 +37,12 @@ from rallypoint.journal.events import (
     Work,
 )
 from rallypoint.journal.log import Entry, Journal, JournalTail, Later, Reader, read_journal
-from rallypoint.journal.state import RunState, fold
+from rallypoint.journal.state import STEP, TIME, RunState, fold
 
 __all__ = [
     "NUMBERS_OF",
+    "STEP",
+    "TIME",
     "BatchTaken",
     "Change",
     "CheckpointSaved",

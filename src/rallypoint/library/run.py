@@ -16,14 +16,13 @@ from rallypoint.data.files import is_url
 from rallypoint.display import save_curve
 from rallypoint.errors import ModelError, RunFolderError, first_line
 from rallypoint.extras import find_unusable
-from rallypoint.journal import read_journal
+from rallypoint.journal import STEP
 from rallypoint.model_files import is_adapter
 from rallypoint.page import RunReader, write_report
 from rallypoint.recipes.use import find_trained
 from rallypoint.run import why_no_plot
 from rallypoint.run.copies import borrow
 from rallypoint.run.folder import RunFolder, named_run
-from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.rollouts import read_rollouts
 from rallypoint.sampling.traces import trace_of
@@ -192,7 +191,7 @@ class Run:
         return load_pair(str(self.folder if step is None else self.checkpoints[step]))
 
     def _records(self) -> list[dict[str, float]]:
-        return measurements(read_journal(RunFolder(self.folder).journal))
+        return RunFolder(self.folder).state().records
 
     def __repr__(self) -> str:
         scores = [record[VALIDATION] for record in self._records() if VALIDATION in record]

@@ -23,10 +23,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rallypoint.journal import STEP
 from rallypoint.observability.exposition import exposition
 from rallypoint.page.answers import STATIC, answer_or_why, to_json
 from rallypoint.page.run_reader import RunReader
-from rallypoint.run.metrics_log import STEP
 from rallypoint.serving import LOOPBACK, Access, Server, bind, check_keys, numbers_route, with_errors
 
 _COOKIE = "rally_view"

@@ -19,12 +19,11 @@ from rallypoint.config import RECIPES, RunConfig, values_of
 from rallypoint.config.fields import nested
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import (
+    TIME,
     Entry,
     RoleLost,
     RolesRestarted,
     RolloutFailed,
-    RunBegan,
-    RunEnded,
     Said,
 )
 from rallypoint.observability.health import SHARES, Rule, rules
@@ -32,7 +31,6 @@ from rallypoint.page.run_reader import Snapshot
 from rallypoint.page.timing import JSON, MOST_NOTES, six_digits, spans
 from rallypoint.prepare.plan import make_plan
 from rallypoint.run.comparison import compare_runs
-from rallypoint.run.metrics_log import TIME
 from rallypoint.run.overview import state_of
 from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.rollouts import rollout_files
@@ -70,7 +68,7 @@ def summary(run: Snapshot) -> JSON:
     """Return what the page opens with: state, steps, and which metrics there are."""
     state, config = run.state, run.config
     is_running = run.is_running
-    how = state_of(run.folder, state.ended, run.entries[-1].time_s if run.entries else 0.0)
+    how = state_of(run.folder, state.ended, state.heard_s)
     watched, validated = (REWARD, "reward"), "score"
     if config is not None:
         watched, validated = config.watched[0], RECIPES[config.recipe].validated
@@ -211,23 +209,27 @@ _LEFT_OUT = re.compile(r"^(?:left out: )?\d+ rollouts? (failed|ha(?:s|ve) no sco
 
 def what_broke(run: Snapshot) -> JSON:
     """Return starts and how they ended, lost processes, what failed by kind with the first message, and messages."""
-    starts, notes, lost = list[JSON](), list[JSON](), list[JSON]()
+    state, notes, lost = run.state, list[JSON](), list[JSON]()
     for entry in run.entries:
         match entry.event:
-            case RunBegan(first=first):
-                starts.append({"time": entry.time_s, "first": first, "how": "killed", "why": ""})
-            case RunEnded(how=how, why=why) if starts:
-                starts[-1] |= {"how": how, "why": why}
             case RoleLost() | RolesRestarted():
                 lost.append({"time": entry.time_s, "kind": type(entry.event).__name__, **_plain_fields(entry)})
             case Said(text=text, level="note"):
                 notes.append({"time": entry.time_s, "text": text})
             case _:
                 pass
-        if starts:
-            starts[-1]["until"] = entry.time_s
-    if starts and starts[-1]["how"] == "killed":
-        starts[-1]["how"] = state_of(run.folder, None, starts[-1]["until"])
+    starts = [
+        {
+            "time": one.began_s,
+            "first": one.began.first,
+            "how": one.ended.how if one.ended else "killed",
+            "why": one.ended.why if one.ended else "",
+            "until": one.until_s,
+        }
+        for one in state.attempts
+    ]
+    if starts and state.ended is None:
+        starts[-1]["how"] = state_of(run.folder, None, state.heard_s)
     folder = run.folder.checkpoints
     kept = {checkpoint.checkpoint_name(step) for step in checkpoint.steps(folder)}
     aside = [one.name for one in folder.iterdir() if one.name not in kept] if folder.is_dir() else []

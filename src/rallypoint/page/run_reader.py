@@ -17,6 +17,7 @@ from typing import Self
 from rallypoint.config import RunConfig
 from rallypoint.errors import RunFolderError
 from rallypoint.journal import (
+    STEP,
     BatchTaken,
     Entry,
     GroupDropped,
@@ -33,7 +34,6 @@ from rallypoint.journal import (
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.trend import FLAT_STEPS, REWARD, RewardTrend
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import config_of
 from rallypoint.run.troubles import Trouble, troubles
 from rallypoint.run.waste import Account, account
@@ -61,14 +61,14 @@ class Snapshot:
     @functools.cached_property
     def state(self) -> RunState:
         """What the journal says of the run."""
-        return fold(entry.event for entry in self.entries)
+        return fold(self.entries)
 
     @functools.cached_property
     def steps(self) -> Mapping[int, Mapping[str, float]]:
         """Step -> all that was measured in it, and after it; oldest first."""
         found: dict[int, dict[str, float]] = {}
         trend = RewardTrend(num_warmup_steps=0 if self.config is None else self.config.num_warmup_steps)
-        for record in measurements(self.entries):
+        for record in self.state.records:
             found.setdefault(int(record[STEP]), {}).update(record)
         for step in sorted(self.state.steps):
             trend.add(found[step])

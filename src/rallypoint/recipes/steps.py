@@ -22,7 +22,7 @@ from rallypoint.display import Progress
 from rallypoint.environments.failures import TooManyFailuresError
 from rallypoint.environments.grader import Grader, open_grader
 from rallypoint.errors import AbandonedError, DivergedError, NoPlaceError, RallyError, WorkerDiedError, first_line
-from rallypoint.journal import InputsRead, Journal, PoolShrunk, RolesStarted, Shown, StepDone, Validated
+from rallypoint.journal import STEP, InputsRead, Journal, PoolShrunk, RolesStarted, Shown, StepDone, Validated
 from rallypoint.observability import collect_spans, span
 from rallypoint.observability.spans import START, TIME_PREFIX
 from rallypoint.prepare.data_notes import FirstScores
@@ -41,7 +41,6 @@ from rallypoint.roles.supervisor import Supervisor
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.comparison import digests_of
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP
 from rallypoint.run.record import Record
 from rallypoint.run.resume import Beginning
 from rallypoint.run.rollouts import RolloutFiles

@@ -10,7 +10,7 @@ Values flow one way:
                    └─> StepReport -> Progress (LivePanel, PlainLines, Silent)
 """
 
-from rallypoint.run.metrics_log import MetricsLog, measurements
+from rallypoint.run.metrics_log import MetricsLog
 from rallypoint.run.reports import Completion, RunInfo, StepReport, Summary, why_no_plot
 from rallypoint.run.trace import otlp, trace
 from rallypoint.run.troubles import Trouble, troubles, troubles_of
@@ -22,7 +22,6 @@ __all__ = [
     "StepReport",
     "Summary",
     "Trouble",
-    "measurements",
     "otlp",
     "trace",
     "troubles",

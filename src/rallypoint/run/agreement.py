@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
+from rallypoint.journal import STEP
 from rallypoint.observability.numbers import number
-from rallypoint.run.metrics_log import STEP
 
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 DRIFT = "rollout/drift/"

@@ -83,7 +83,7 @@ class RunFolder:
         Raises:
             RunFolderError: it is damaged.
         """
-        return fold(entry.event for entry in read_journal(self.journal))
+        return fold(read_journal(self.journal))
 
     @property
     def metrics(self) -> Path:

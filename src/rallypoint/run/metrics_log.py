@@ -17,16 +17,16 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
 from rallypoint.disk import naming
 from rallypoint.errors import DiskError
-from rallypoint.journal import CheckpointSaved, Entry, RolesStarted, RunBegan, StepDone, Validated, read_journal
-from rallypoint.journal.state import is_superseded
+from rallypoint.journal import STEP, TIME, CheckpointSaved, Entry, RunBegan, fold, read_journal
+from rallypoint.journal.state import Measured, is_superseded
 
-STEP, TIME, NOT_FINITE = "step", "time_s", "not_finite"
+NOT_FINITE = "not_finite"
 
 
 class MetricsLog:
@@ -52,11 +52,11 @@ class MetricsLog:
                     self.close()
                 lines = self._standing(first)
                 if lines is None:
-                    records = measurements([*read_journal(self._journal), entry])  # where it may not be written yet
-                    lines = [_encode(record).encode() for record in records]
+                    state = fold([*read_journal(self._journal), entry])  # where it may not be written yet
+                    lines = [_encode(record).encode() for record in state.records]
                 self._before_s, self._began_s = (json.loads(lines[-1])[TIME] if lines else 0.0), entry.time_s
                 self._file, self._unwritten = None, b"".join(lines)
-            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
+            case event if isinstance(event, Measured):
                 if taken := sorted({STEP, TIME, NOT_FINITE} & event.metrics.keys()):
                     raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
                 time_s = round(self._before_s + entry.time_s - self._began_s, 3)
@@ -100,26 +100,6 @@ class MetricsLog:
         if self._file is not None:
             with contextlib.closing(self._file):
                 self._write()
-
-
-def measurements(entries: Iterable[Entry]) -> list[dict[str, float]]:
-    """Return what a journal has of a run's numbers, oldest first, as `metrics.jsonl` has them.
-
-    Args:
-        entries: of the whole journal.
-    """
-    found, before_s, began_s = list[dict[str, float]](), 0.0, 0.0
-    for entry in entries:
-        match entry.event:
-            case RunBegan(first=first):
-                found = [record for record in found if not is_superseded(record[STEP], first)]
-                before_s, began_s = found[-1][TIME] if found else 0.0, entry.time_s
-            case RolesStarted() | StepDone() | Validated() | CheckpointSaved() as event:
-                time_s = round(before_s + entry.time_s - began_s, 3)
-                found.append({STEP: event.step, TIME: time_s, **event.metrics})
-            case _:
-                pass
-    return found
 
 
 def _encode(record: Mapping[str, float]) -> str:

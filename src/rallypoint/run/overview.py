@@ -14,10 +14,9 @@ from typing import Any, Literal, TypeAlias, cast
 
 from rallypoint.config import read
 from rallypoint.errors import ConfigError, RunFolderError
-from rallypoint.journal import RunEnded, fold, read_journal
+from rallypoint.journal import STEP, RunEnded
 from rallypoint.run.copies import is_copy
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, measurements
 from rallypoint.run.reports import REWARD, VALIDATION
 
 State: TypeAlias = Literal["running", "elsewhere", "silent", "finished", "stopped", "failed", "killed", "damaged"]
@@ -96,12 +95,11 @@ def overview(path: Path) -> Overview:
     newest = run.journal if run.journal.is_file() else run.config
     try:
         values = read(str(path)).values
-        entries = list(read_journal(run.journal))
-        records, ended = measurements(entries), fold(entry.event for entry in entries).ended
+        state = run.state()
     except (ConfigError, RunFolderError, OSError) as error:
         why = str(error)
         return Overview(path=path, recipe="?", state="damaged", why=why, changed=newest.stat().st_mtime)
-    heard_s = entries[-1].time_s if entries else newest.stat().st_mtime
+    ended, records, heard_s = state.ended, state.records, state.heard_s or newest.stat().st_mtime
     name = VALIDATION if any(VALIDATION in record for record in records) else REWARD
     return Overview(
         path=path,

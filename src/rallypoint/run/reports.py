@@ -13,14 +13,13 @@ from rallypoint.config import RECIPES, WATCHED, RunConfig
 from rallypoint.config.fields import nested
 from rallypoint.config.transport import transport_name
 from rallypoint.extras import find_unusable
-from rallypoint.journal import RunBegan, RunState, StepDone, read_journal
+from rallypoint.journal import STEP, TIME, RunBegan, RunState, StepDone, fold, read_journal
 from rallypoint.observability.health import health
 from rallypoint.observability.numbers import finite_mean
 from rallypoint.observability.spans import TIME_PREFIX, spans_of, top_level
 from rallypoint.observability.trend import FLAT_STEPS, RewardTrend
 from rallypoint.run.agreement import Agreement
 from rallypoint.run.folder import RunFolder
-from rallypoint.run.metrics_log import STEP, TIME, measurements
 from rallypoint.run.waste import Account, account
 
 VALIDATION, REWARD = "validation/score", "reward/mean"
@@ -197,7 +196,7 @@ class Summary:
             text_of: token id -> its text.
         """
         entries, shown = list(read_journal(journal)), f"validation/{self.validated}"
-        records = measurements(entries)
+        records = fold(entries).records
         return dataclasses.replace(
             self,
             num_steps=int(max((record[STEP] for record in records), default=0)),

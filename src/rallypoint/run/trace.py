@@ -128,7 +128,7 @@ def trace(entries: Iterable[Entry], steps: range) -> Json:
         RunFolderError: none of them is done.
     """
     entries = list(entries)
-    counting = fold(entry.event for entry in entries).steps
+    counting = fold(entries).steps
     done = {
         entry.event.step: (entry, entry.event)
         for entry in entries

@@ -146,7 +146,7 @@ def troubles(entries: Iterable[Entry], folder: RunFolder | None = None) -> list[
         folder: of the run, to look at its rollouts, and whether it goes on; None looks at the journal alone.
     """
     entries = list(entries)
-    state = fold(entry.event for entry in entries)
+    state = fold(entries)
     is_over = folder is not None and not (folder.is_in_use() or is_copy(folder.path))
     story = _Story(entries, state, [state.steps[step] for step in sorted(state.steps)], is_over)
     of_steps = (_of_health, _of_fall, _of_kl, _of_lengths, _of_ranks, _of_time, _of_waste) if story.steps else ()
@@ -337,7 +337,8 @@ def _of_waste(story: _Story) -> Iterator[Trouble]:
 def _of_ends(story: _Story) -> Iterator[Trouble]:
     """Starts that ended by themselves, and processes that were lost."""
     state = story.state
-    killed = [*state.killed, *([state.step] if story.is_over and state.began and state.ended is None else [])]
+    over = state.attempts if story.is_over else state.attempts[:-1]
+    killed = [one.step for one in over if one.ended is None]
     if killed:
         said = f"{counted(len(killed), 'start')} without an end, after step {', '.join(map(str, killed))}"
         why = "kill -9, out of memory (dmesg), or a time limit of the scheduler? lower checkpoint.every_steps"

@@ -5,6 +5,7 @@ import math
 from rallypoint.journal import (
     CheckpointSaved,
     Difference,
+    Entry,
     InputsRead,
     RolesStarted,
     RunBegan,
@@ -49,9 +50,8 @@ def run(
             WeightsLoaded(version=step, num_ranks=1, digest=sent + (loaded if step == 2 else "")),
             StepDone(step=step, metrics=learned, digests=parts),
         ]
-    return fold(
-        [*events, Validated(step=2, metrics={"validation/score": score}), CheckpointSaved(step=3, weights=weights)]
-    )
+    events += [Validated(step=2, metrics={"validation/score": score}), CheckpointSaved(step=3, weights=weights)]
+    return fold(Entry(number, float(number), event) for number, event in enumerate(events))
 
 
 def test_equal_runs_have_none_and_a_longer_run_is_no_other_run():

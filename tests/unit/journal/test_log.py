@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import RunFolderError
-from rallypoint.journal import Journal, RunBegan, RunEnded, Said, Shown, StepDone, fold, read_journal
+from rallypoint.journal import Entry, Journal, RunBegan, RunEnded, Said, Shown, StepDone, fold, read_journal
 
 BEGAN = RunBegan(first=0, config={"seed": 0}, software={"torch": "2"}, machine="here")
 
@@ -93,10 +93,27 @@ def test_events_of_several_threads_are_one_chain(tmp_path: Path):
 def test_a_start_from_nothing_supersedes_everything_and_one_from_a_checkpoint_what_came_after_it():
     steps = [StepDone(step=step, metrics={}, digests={}) for step in (1, 2, 3)]
     again = RunBegan(first=2, config={}, software={}, machine="")
-    assert list(fold([BEGAN, *steps, again]).steps) == [1, 2]
-    assert list(fold([BEGAN, *steps, BEGAN, steps[0]]).steps) == [1]
-    assert fold([BEGAN, RunEnded(how="failed", why="x"), again]).ended is None
-    assert fold([]).step == 0
+    assert list(state(BEGAN, *steps, again).steps) == [1, 2]
+    assert list(state(BEGAN, *steps, BEGAN, steps[0]).steps) == [1]
+    assert state(BEGAN, RunEnded(how="failed", why="x"), again).ended is None
+    assert state().step == 0
+
+
+def test_seconds_of_work_go_on_after_a_resume_and_how_each_start_ended_is_kept():
+    one, two, three = (StepDone(step=step, metrics={"x": float(step)}, digests={}) for step in (1, 2, 3))
+    failed, again = RunEnded(how="failed", why="x"), RunBegan(first=1, config={}, software={}, machine="")
+    found = state(BEGAN, one, two, three, failed, again, two)  # at the seconds 0 to 6
+    assert found.records == [{"step": 1, "time_s": 1.0, "x": 1.0}, {"step": 2, "time_s": 2.0, "x": 2.0}]
+    assert [(start.step, start.began_s, start.until_s, start.ended) for start in found.attempts] == [
+        (3, 0.0, 4.0, failed),
+        (2, 5.0, 6.0, None),
+    ]
+    assert (found.heard_s, state().heard_s) == (6.0, 0.0)
+
+
+def state(*events):
+    """The state that events make, one a second."""
+    return fold(Entry(number, float(number), event) for number, event in enumerate(events))
 
 
 def test_readers_get_every_event_once_it_is_written_in_its_order_and_what_is_told_is_not_kept(tmp_path: Path):
