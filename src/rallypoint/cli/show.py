@@ -144,7 +144,7 @@ def print_plan(
     config = loaded.config
     machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
-    time = time_on(config, plan, machine)
+    time = time_on(config, plan, machine, functools.partial(_print_line, Console(stderr=True, highlight=False)))
     parts = [_batches(loaded, plan), _placement(loaded, plan, machine), *([_time(config, time)] if time else [])]
     for title, lines in parts:
         _print_line(console, title, "bold")

@@ -16,6 +16,7 @@ from rallypoint.families import FAMILIES
 from rallypoint.families.kinds import Kind, Layers, Mixer, read_layers, small_model
 
 _DIGITS_VOCABULARY = 20
+_MAX_HEADER_BYTES = 100_000_000
 
 _PUBLISHED = Path(__file__).parent / "models"
 """config.json of models that shipped recipes name, so that their plans are known before anything is downloaded."""
@@ -134,8 +135,8 @@ class ModelShape:
         return any(f".{name}".endswith(f".{target}") or target.endswith(f".{name}") for name in self.expert_matrices)
 
     def num_adapter_parameters(self, lora: LoRAConfig) -> int:
-        """Weights of A and B of the adapted products and experts; of an adapter in a folder, those of all layers."""
-        lora = known_adapter(lora)
+        """Weights of A and B of the adapted products and experts; of an adapter in a folder, at most what it has."""
+        stored, lora = _num_stored(lora), known_adapter(lora)
 
         def is_adapted(name: str, targets: Sequence[str]) -> bool:
             return any(target == name or target.endswith(f".{name}") for target in targets)
@@ -154,7 +155,8 @@ class ModelShape:
             )
             return sum(of_products) + sum(of_stacks)
 
-        return lora.rank * self._sum(adapted)
+        in_all_layers = lora.rank * self._sum(adapted)
+        return in_all_layers if stored is None else min(stored, in_all_layers)
 
     @property
     def token_cost(self) -> int:
@@ -274,6 +276,18 @@ def known_adapter(lora: LoRAConfig) -> LoRAConfig:
         return lora.model_copy(update={"rank": int(said["r"]), "target_parameters": experts})
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return lora
+
+
+def _num_stored(lora: LoRAConfig) -> int | None:
+    """Return how many numbers the adapter in a folder has, by its file; None if there is none that can be read."""
+    if lora.path is None:
+        return None
+    try:
+        with (Path(lora.path).expanduser() / "adapter_model.safetensors").open("rb") as file:
+            header = json.loads(file.read(min(_MAX_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def _created_shape(made: CreateModelConfig) -> ModelShape | None:

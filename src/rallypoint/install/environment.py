@@ -160,7 +160,7 @@ class Environment:
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         done = subprocess.run(
             command,
-            env=kept,
+            env=kept | {"PYTHONSAFEPATH": "1"},  # or Python would take a types.py in the working folder for its own
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.cluster.capacity import memory_bytes, num_cores
@@ -26,6 +27,7 @@ from rallypoint.config import RunConfig
 from rallypoint.errors import ConfigError
 from rallypoint.install import cache_folder
 from rallypoint.observability.devices import DEVICES, NUMBERS, ROWS, WIDTHS, Cores
+from rallypoint.observability.numbers import counted
 from rallypoint.prepare.checkup import ask_driver
 
 _ASK_TORCH = """
@@ -105,11 +107,16 @@ def imagine(text: str) -> Machine:
     return Machine(num * _CORES_EACH, num * _MEMORY_EACH, (device,) * num, num_nodes=num_nodes, is_cluster=True)
 
 
-@functools.cache
-def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
+def find_cores(num_processes: int, num_threads: int, dtype: str, say: Callable[[str], None]) -> Cores | None:
     """Return what each of some processes computes in a second, all of them at once; None if that cannot be measured.
 
     It is measured once a day, and read from the user's cache folder until then.
+
+    Args:
+        num_processes: that compute at the same time.
+        num_threads: of each.
+        dtype: of the weights.
+        say: given a line before it is measured, and one that says why it could not be.
     """
     asked, where = (num_processes, num_threads, dtype), (platform.node(), _processor(), num_cores())
     how = (*map(importlib.metadata.version, ("rallypoint", "torch")), WIDTHS, ROWS, NUMBERS)
@@ -117,8 +124,8 @@ def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None
     with contextlib.suppress(OSError, ValueError, TypeError):
         if time.time() - file.stat().st_mtime < _KEPT_S:
             return Cores(**json.loads(file.read_text(encoding="utf-8")))
-    cores = measure_cores(*asked)
-    if cores is not None:
+    say(f"measuring what {counted(num_processes, 'process', 'es')} compute here: a few seconds, once a day")
+    if (cores := measure_cores(*asked, say)) is not None:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}")
@@ -127,7 +134,7 @@ def find_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None
     return cores
 
 
-def measure_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | None:
+def measure_cores(num_processes: int, num_threads: int, dtype: str, say: Callable[[str], None]) -> Cores | None:
     """Measure what `find_cores` returns: in about three seconds, most of which it takes to import torch.
 
     The first process speaks when all are done; one that ends early leaves it waiting, until there is no more patience.
@@ -139,18 +146,24 @@ def measure_cores(num_processes: int, num_threads: int, dtype: str) -> Cores | N
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "rallypoint.cpu.speed", str(rank), json.dumps(asked)],
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
             )
             for rank in range(num_processes)
         ]
         try:
-            return Cores(**json.loads(processes[0].communicate(timeout=_PATIENCE_S)[0]))
-        except (ValueError, subprocess.TimeoutExpired):
+            measured, complaint = processes[0].communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            say(f"a step is not timed: the processes that measure cores took longer than {_PATIENCE_S:g} s")
             return None
         finally:
             for process in processes:
                 process.kill()
+    if processes[0].returncode == 0:
+        return Cores(**json.loads(measured))
+    why = (complaint.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
+    say(f"a step is not timed: the processes that measure cores failed: {why}")
+    return None
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ the devices of its nodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rallypoint.cluster.capacity import Node, advice, misfit
@@ -88,10 +88,11 @@ def plan_on(config: RunConfig, machine: Machine) -> RunPlan:
     return _within(make_plan(config), config, machine)
 
 
-def time_on(config: RunConfig, plan: RunPlan, machine: Machine) -> StepTime | None:
+def time_on(config: RunConfig, plan: RunPlan, machine: Machine, say: Callable[[str], None]) -> StepTime | None:
     """Return the time of a step on this machine; None where its devices or the model are not known, or cores are few.
 
-    What its cores do is measured, by as many processes as the run has, unless the machine has no room for them.
+    What its cores do is measured, by as many processes as the run has, unless the machine has no room for them; `say`
+    is given a line about that.
     """
     if not plan.memory:
         return None
@@ -100,7 +101,7 @@ def time_on(config: RunConfig, plan: RunPlan, machine: Machine) -> StepTime | No
     if cluster.device == "cpu" and cluster.address is None and not machine.is_cluster:
         num_processes, num_threads = sum(map(sum, cluster.pools.values())), cluster.num_cpus_per_process
         if num_processes * num_threads <= machine.num_cores:
-            device = find_cores(num_processes, num_threads, config.model.dtype)
+            device = find_cores(num_processes, num_threads, config.model.dtype, say)
     return step_time(config, plan, device) if device is not None else None
 
 

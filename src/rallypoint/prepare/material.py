@@ -43,6 +43,7 @@ from rallypoint.prepare.check_reward import ask_once
 from rallypoint.prepare.data_notes import Training, check_sources, check_truths, repetitions, say_fates
 from rallypoint.prepare.machine import check_machine
 from rallypoint.prepare.made import made_data, made_model
+from rallypoint.prepare.model_folders import adapter_notes
 from rallypoint.prepare.model_limits import RowLimits, check_weights, id_notes, read_models, template_notes
 from rallypoint.prepare.own_functions import check_own_functions
 from rallypoint.prepare.plan import make_plan
@@ -210,7 +211,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
     tokenizer, stops, limits = read_models(config)
     found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer), episode=episode)
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
-    notes += [*template_notes(config, tokenizer), *id_notes(limits)]
+    notes += [*template_notes(config, tokenizer), *id_notes(limits), *adapter_notes(config)]
     if config.data.generate is not None:
         return dataclasses.replace(found, notes=tuple(notes))
     held_out, most = data_sets(config, "data.validation"), config.data.stream_rows
@@ -362,7 +363,7 @@ def _ask_reward(config: RunConfig, found: Found) -> None:
         ask_once(config, found.train.examples[0], found.tokenizer)
 
 
-_SHOWN_TEXT, _SHOWN_TOKENS = 600, 16
+_HALF_TEXT, _HALF_TOKENS = 300, 8
 
 
 def _first_row(found: Found) -> Iterator[str]:
@@ -377,16 +378,14 @@ def _first_row(found: Found) -> Iterator[str]:
         trained = [token for token, is_trained in zip(ids, first.rows[0][1], strict=True) if is_trained]
     yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(ids)))!r}"
     tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]
-    half = _SHOWN_TOKENS // 2
-    shown = [*tokens[:half], f"... {len(tokens) - 2 * half:,} more ...", *tokens[-half:]]
-    yield f"{'its tokens':13}  {'  '.join(shown if len(tokens) > _SHOWN_TOKENS else tokens)}"
+    shown = [*tokens[:_HALF_TOKENS], f"... {len(tokens) - 2 * _HALF_TOKENS:,} more ...", *tokens[-_HALF_TOKENS:]]
+    yield f"{'its tokens':13}  {'  '.join(shown if len(tokens) > 2 * _HALF_TOKENS else tokens)}"
     if trained is not None:
         yield f"{'trained':13}  {len(trained):,} tokens: {_shortened(str(found.tokenizer.decode(trained)))!r}"
 
 
 def _shortened(text: str) -> str:
-    half = _SHOWN_TEXT // 2
-    return text if len(text) <= _SHOWN_TEXT else f"{text[:half]} ... {text[-half:]}"
+    return text if len(text) <= 2 * _HALF_TEXT else f"{text[:_HALF_TEXT]} ... {text[-_HALF_TEXT:]}"
 
 
 def _described(name: str, data: Training | None, config: RunConfig) -> str:

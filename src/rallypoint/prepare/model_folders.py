@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rallypoint import checkpoint as checkpoints
 from rallypoint.config import Problem, RunConfig, row_limit
-from rallypoint.config.shape import SIZES
+from rallypoint.config.shape import SIZES, read_shape
 from rallypoint.data.files import is_url
 from rallypoint.data.remote import check_url
 
@@ -90,8 +90,8 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and value >= 1
 
 
-def adapter_problems(name: str, path: str) -> Iterator[Problem]:
-    """Yield what the folder that a key names lacks of an adapter in PEFT's format."""
+def adapter_problems(name: str, path: str, model: str | None) -> Iterator[Problem]:
+    """Yield what the folder that a key names lacks of an adapter in PEFT's format, for a model of some type."""
     folder = Path(path).expanduser()
     missing = [file for file in ("adapter_config.json", "adapter_model.safetensors") if not (folder / file).is_file()]
     if not folder.is_dir():
@@ -102,6 +102,35 @@ def adapter_problems(name: str, path: str) -> Iterator[Problem]:
         )
     elif missing:
         yield Problem((name,), f"{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
+    elif model is not None and (base := _base_of(folder)) is not None:
+        ours, theirs = read_shape(model), read_shape(base)
+        if ours is not None and theirs is not None and ours.model_type != theirs.model_type:
+            yield Problem(
+                (name, "model.path"),
+                f"{name}={path!r} was made for {base!r}, of type {theirs.model_type!r}, but model.path={model!r} is of "
+                f"type {ours.model_type!r}; expected an adapter of that model",
+            )
+
+
+def adapter_notes(config: RunConfig) -> Iterator[str]:
+    """Yield a note on an adapter that was made for another model, which may have weights of the same sizes."""
+    lora, model = config.model.lora, config.model.path
+    base = _base_of(Path(lora.path).expanduser()) if lora is not None and lora.path is not None else None
+    if base is None or model is None:
+        return
+    both = [Path(one).expanduser() for one in (base, model)]
+    are_known = all(map(is_hub_name, (base, model))) or all(one.is_dir() for one in both)
+    if are_known and both[0].resolve() != both[1].resolve():
+        yield f"the adapter of model.lora.path was made for {base}, and model.path is {model}"
+
+
+def _base_of(folder: Path) -> str | None:
+    """Return the model that an adapter says it was made for; None if it does not say."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return base if isinstance(base, str) else None
 
 
 def position_problems(name: str, path: str, config: RunConfig) -> Iterator[Problem]:

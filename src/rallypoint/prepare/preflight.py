@@ -93,7 +93,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
         yield from model_problems(name, path)
         yield from position_problems(name, path, config)
     if config.model.lora is not None and config.model.lora.path is not None:
-        yield from adapter_problems("model.lora.path", config.model.lora.path)
+        yield from adapter_problems("model.lora.path", config.model.lora.path, config.model.path)
     for name in ("data.train", "data.validation"):
         yield from _data(name, config)
     yield from _generated(config)

@@ -49,6 +49,8 @@ def files(here: Path) -> Path:
         "model/model.safetensors": "",
         "adapter/adapter_config.json": "{}",
         "adapter/adapter_model.safetensors": "",
+        "of_cohere/adapter_config.json": '{"r": 8, "base_model_name_or_path": "cohere"}',
+        "of_cohere/adapter_model.safetensors": "",
         "of_experts/adapter_config.json": '{"r": 8, "target_parameters": ["mlp.experts.down_proj"]}',
         "of_experts/adapter_model.safetensors": "",
         "cohere/config.json": f'{{"model_type": "cohere", {SIZES}}}',

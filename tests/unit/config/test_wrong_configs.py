@@ -488,6 +488,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "model.lora.path=adapter model.lora.rank=8",
         ("model.lora.rank=8 contradicts model.lora.path='adapter'",),
     ),
+    "fit: an adapter of another family": (
+        "model.create=null model.path=mixture model.lora.path=of_cohere",
+        ("'of_cohere' was made for 'cohere', of type 'cohere', but model.path='mixture' is of type 'qwen3_moe'",),
+    ),
     "file: no adapter": ("model.lora.path=nowhere", ("model.lora.path='nowhere'", "no such folder")),
     "file: not an adapter": ("model.lora.path=model", ("lacks adapter_config.json and adapter_model.safetensors",)),
     "file: model is an adapter": (

@@ -13,6 +13,7 @@ from rallypoint.install import BUILDS, Environment, installed_engines
 
 PYTHON = """#!/bin/sh
 echo "$@" >> {log}
+[ "$PYTHONSAFEPATH" = 1 ] || exit 9
 case "$*" in
   *"-m venv "*) mkdir -p {folder}/bin; cp $0 {folder}/bin/python;;
   *"$(cat {fails})"*) echo "Collecting things"; echo "ERROR: no space left"; echo "a hint"; exit 3;;

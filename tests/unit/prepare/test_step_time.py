@@ -23,7 +23,7 @@ OFFLOADED = "engine.offload_optimizer=true"
 def planned(*overrides: str, name: str = "gsm8k-grpo", on: str = "H200") -> StepTime:
     config = load_config(name, [*MEASURED, *overrides]).config
     machine = imagine(on)
-    time = time_on(config, plan_on(config, machine), machine)
+    time = time_on(config, plan_on(config, machine), machine, print)
     assert time is not None
     return time
 
@@ -86,7 +86,7 @@ def test_what_limits_a_phase_is_said_and_a_faster_memory_helps_where_it_is_the_c
 def test_a_device_that_is_not_known_has_no_time():
     config = load_config("digits").config
     machine = imagine("H100")
-    assert time_on(config, plan_on(config, machine), machine) is None, "on the CPU"
+    assert time_on(config, plan_on(config, machine), machine, print) is None, "on the CPU"
 
 
 CORES = Cores(
@@ -133,27 +133,18 @@ def test_what_makes_a_phase_slow_on_cores():
     assert phase(alone, "actor update").limit == "arithmetic", "one process has nobody to sum with"
 
 
-@pytest.fixture
-def unmeasured():
-    """No core was measured by this process, and none will have been."""
-    find_cores.cache_clear()
-    yield
-    find_cores.cache_clear()
-
-
-def test_what_cores_do_is_measured_once_a_day_and_read_until_then(unmeasured, tmp_path, monkeypatch):
+def test_what_cores_do_is_measured_once_a_day_and_read_until_then(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
+    measured, said = [], []
 
     def measure(*asked):
-        measured.append(asked)
+        measured.append(asked[:-1])
         return dataclasses.replace(CORES, launch_s=1e-6 * len(measured))
 
     monkeypatch.setattr("rallypoint.prepare.inventory.measure_cores", measure)
 
     def find():
-        find_cores.cache_clear()
-        cores = find_cores(2, 1, "float32")
+        cores = find_cores(2, 1, "float32", said.append)
         return None if cores is None else cores.launch_s
 
     assert [find() for _ in range(2)] == [1e-6, 1e-6]
@@ -163,19 +154,29 @@ def test_what_cores_do_is_measured_once_a_day_and_read_until_then(unmeasured, tm
     os.utime(file, (0, time.time() - 25 * 3600))
     assert [find() for _ in range(2)] == [3e-6, 3e-6], "a day later, too"
     assert measured == [(2, 1, "float32")] * 3
+    assert said == ["measuring what 2 processes compute here: a few seconds, once a day"] * 3
 
 
-def test_a_run_here_is_timed_by_what_its_cores_do(unmeasured, tmp_path, monkeypatch):
+def test_cores_that_cannot_be_measured_are_said_to_be():
+    said = []
+    assert measure_cores(1, 1, "float99", said.append) is None
+    [line] = said
+    assert line.startswith("a step is not timed: the processes that measure cores failed: ")
+    assert "float99" in line
+
+
+def test_a_run_here_is_timed_by_what_its_cores_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("rallypoint.prepare.inventory.measure_cores", lambda *asked: CORES)
     config = load_config("digits-grpo", ["cluster={pools: {main: [2]}, num_cpus_per_process: 1}"]).config
     machine = Machine(num_cores=2, num_bytes=2**33)
-    assert time_on(config, plan_on(config, machine), machine) == step_time(config, plan_on(config, machine), CORES)
+    plan = plan_on(config, machine)
+    assert time_on(config, plan, machine, print) == step_time(config, plan, CORES)
 
 
 @pytest.mark.slow  # in processes of their own, which import torch
 def test_processes_measure_together():
-    cores = measure_cores(2, 1, "float32")
+    cores = measure_cores(2, 1, "float32", print)
     assert cores is not None
     assert min(cores.launch_s, cores.bandwidth, cores.gathered, *cores.traffic, *cores.forward, *cores.update) > 0
 
@@ -191,13 +192,13 @@ def test_a_process_measures_everything_that_is_asked(capsys):
 def test_cores_elsewhere_are_not_measured():
     config = load_config("digits-grpo", ["cluster.address=auto"]).config
     machine = Machine(num_cores=2, num_bytes=2**33)
-    assert time_on(config, plan_on(config, machine), machine) is None
+    assert time_on(config, plan_on(config, machine), machine, print) is None
 
 
-def test_nothing_is_measured_for_more_processes_than_there_are_cores(unmeasured, tmp_path, monkeypatch):
+def test_nothing_is_measured_for_more_processes_than_there_are_cores(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine(num_cores=2, num_bytes=2**33)
     for cluster in ("{pools: {main: [3]}}", "{pools: {main: [2]}, num_cpus_per_process: 2}"):
         config = load_config("digits-grpo", [f"cluster={cluster}"]).config
-        assert time_on(config, plan_on(config, machine), machine) is None
+        assert time_on(config, plan_on(config, machine), machine, print) is None
     assert not list(tmp_path.rglob("*")), "such a plan may have thousands of processes"

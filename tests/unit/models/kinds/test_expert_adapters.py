@@ -24,6 +24,7 @@ from rallypoint.model_files import (
     save_adapter,
     save_model,
 )
+from rallypoint.model_files.adapters import CONFIG, WEIGHTS
 from rallypoint.models import PackedRows, Part, gather, lm_head, named_weights, trained_weights
 from rallypoint.models.kinds.expert_adapters import MATRICES
 from rallypoint.parallel import DeviceMesh
@@ -93,6 +94,14 @@ def test_peft_opens_a_saved_adapter_and_merges_it_to_the_same_weights(tmp_path, 
     again = load_policy(folder, dtype="float64", lora=path)
     assert torch.equal(outputs(again), outputs(shard))
     assert read_shape(folder).num_adapter_parameters(path) == sum(w.numel() for w in shard.trained().values())
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    tensors = safetensors.torch.load_file(tmp_path / "adapter" / WEIGHTS)
+    tensors = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    safetensors.torch.save_file(tensors, alone / WEIGHTS)
+    (alone / CONFIG).write_text((tmp_path / "adapter" / CONFIG).read_text())
+    of_a_layer = sum(tensor.numel() for tensor in tensors.values())
+    assert 0 < of_a_layer == read_shape(folder).num_adapter_parameters(LoRAConfig(path=str(alone)))
     exact = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder, **exact), tmp_path / "adapter"
