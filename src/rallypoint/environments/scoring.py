@@ -18,6 +18,9 @@ from rallypoint.environments.grader import Grader
 from rallypoint.environments.outcome import FAILURE_KINDS, Failure, Outcome, RewardCall
 from rallypoint.environments.scored import SampledGroup, ScoredGroup, failures_of
 
+_WARN_AFTER_S = 30.0
+"""Seconds that a call may take without a word."""
+
 
 class Scoring:
     """Scores the groups of one batch, each as soon as it is there, in the thread that calls `run`.
@@ -36,7 +39,6 @@ class Scoring:
         max_failed: float = 1.0,
         has_models: bool = False,
         warn: Callable[[str], None],
-        warn_after_s: float = 30.0,
         ended: Callable[[int, ScoredGroup], None] = lambda *_: None,
     ) -> None:
         """Begin without groups.
@@ -48,14 +50,13 @@ class Scoring:
             num_rows: rollouts of all groups that will come.
             max_failed: share of them that may fail.
             has_models: whether reward models score them, too, so that a row needs no function that applies.
-            warn: given a sentence for every `warn_after_s` that one call takes, from the thread of `run`.
-            warn_after_s: how long a call may take without a word.
+            warn: given a sentence for every half minute that one call takes, from the thread of `run`.
             ended: given each group that is scored, with its index, in the thread of `run`.
         """
         self._grader, self._decode, self._token_texts = grader, decode, token_texts
         self._num_rows, self._max_failed = num_rows, max_failed
         self._failing = {*FAILURE_KINDS} - ({"not_applicable"} if has_models else set())
-        self._warn, self._warn_after_s, self._ended = warn, warn_after_s, ended
+        self._warn, self._ended = warn, ended
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._groups: dict[int, ScoredGroup] = {}
         self._held: list[tuple[int, dict[int, RewardCall]]] = []
@@ -87,7 +88,7 @@ class Scoring:
         self._grader.load()
         try:
             while self._calls or not self._is_complete:
-                pause_s = self._grader.complain(self._warn, self._warn_after_s)
+                pause_s = self._grader.complain(self._warn, _WARN_AFTER_S)
                 with contextlib.suppress(Empty):
                     self._events.get(timeout=pause_s)()
                 if self._num_failures + len(self._failed) > most_failures(self._max_failed, self._num_rows):
