@@ -807,8 +807,8 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
             found.append((sampled.batch.tokens.tolist(), sampled.batch.versions.tolist(), ages))
             replaced.append(sampled.metrics.scalars()["rollout/num_replaced"])
             await asyncio.sleep(ranks.random.random() * 0.01)  # an update
-            while step + 1 == 3 and len([one for one in kept.groups if one > max(sampled.batch.prompt_index)]) < 2:
-                await asyncio.sleep(0.001)  # the update takes until two groups of later steps are finished
+            while step + 1 == 3 and sum(map(source._groups.is_complete, kept.groups)) < 2:
+                await asyncio.sleep(0.001)  # the update takes until two groups of later steps can be trained on
             source.announce(step + 1, "")
             await source.load(step + 1)
             if step + 1 == 3:
