@@ -158,7 +158,8 @@ def combine(groups: Sequence[ScoredGroup], *, models: Sequence[ModelScores] = ()
     failures = failures_of(groups)
     kept = batch.rows(list(results))
     token_rewards = torch.zeros(kept.num_tokens, dtype=torch.float32)
-    token_rewards[kept.loss_mask] = _join_scores(list(results.values()))
+    token_scores = [score for result in results.values() for score in result.token_scores]
+    token_rewards[kept.loss_mask] = torch.tensor(token_scores, dtype=torch.float32)
     names = tuple(next((each.parts for each in results.values()), {}))
     parts = torch.tensor([[each.parts[name] for name in names] for each in results.values()], dtype=torch.float64)
     scored = kept.scored(token_rewards, parts, names) if names else kept.scored(token_rewards)
@@ -227,10 +228,6 @@ def _parts(results: list[Scores], models: Set[str]) -> Metrics:
             found[f"reward/{name}/mean"] = Mean(float(scores.sum()), len(scores))
             found[f"reward/{name}/std"] = Mean(float(scores.std(correction=0)) * len(scores), len(scores))
     return Metrics(found)
-
-
-def _join_scores(results: list[Scores]) -> Tensor:
-    return torch.tensor([score for result in results for score in result.token_scores], dtype=torch.float32)
 
 
 def _average_extras(results: list[Scores]) -> Metrics:

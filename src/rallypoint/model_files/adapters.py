@@ -206,10 +206,11 @@ def _wrappers(weights: Collection[str]) -> dict[str, str]:
 def _save_config(shard: ModelShard, folder: Path, base: str) -> None:
     layer = next(iter([*adapted_layers(shard.model).values(), *adapted_experts(shard.model).values()]))
     whole = sorted({name.rpartition(".")[0] for name in shard.trained() if not is_adapter_weight(name)})
+    base_folder = Path(base).expanduser()
     config = {
         "peft_type": "LORA",
         "task_type": _task_of(shard),
-        "base_model_name_or_path": str(Path(base).expanduser().absolute()) if _is_folder(base) else base,
+        "base_model_name_or_path": str(base_folder.absolute()) if base_folder.is_dir() else base,
         "r": layer.rank,
         "lora_alpha": int(layer.alpha) if layer.alpha.is_integer() else layer.alpha,
         "use_rslora": layer.rslora,
@@ -366,7 +367,3 @@ def _are_of_experts(targets: object) -> bool:
     return isinstance(targets, list) and all(
         str(target).rpartition(".")[2] in MATRICES for target in cast("list[object]", targets)
     )
-
-
-def _is_folder(path: str) -> bool:
-    return Path(path).expanduser().is_dir()

@@ -138,7 +138,7 @@ def trace(entries: Iterable[Entry], steps: range) -> Json:
     if not done:
         there = f"steps {min(counting)} to {max(counting)}" if counting else "none"
         raise RunFolderError(f"no step from {steps.start} to {steps.stop - 1} is done; expected some of {there}")
-    begins = {step: _began(entry, event) for step, (entry, event) in done.items()}
+    begins = {step: event.began_s or entry.time_s - event.seconds for step, (entry, event) in done.items()}
     sheet, until_s = _Sheet(min(begins.values())), max(entry.time_s for entry, _ in done.values())
     where = _places(entries)
     for step, (entry, event) in sorted(done.items()):
@@ -148,10 +148,6 @@ def trace(entries: Iterable[Entry], steps: range) -> Json:
     _draw_between(sheet, inside)
     _draw_groups(sheet, inside, _base(entries))
     return {"traceEvents": sheet.events, "displayTimeUnit": "ms", "otherData": {"began_s": sheet.origin_s}}
-
-
-def _began(entry: Entry, done: StepDone) -> float:
-    return done.began_s or entry.time_s - done.seconds
 
 
 def _places(entries: Sequence[Entry]) -> Mapping[str, Sequence[str]]:

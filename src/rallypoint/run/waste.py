@@ -132,7 +132,7 @@ class _Start:
             case StepDone(step=step) as done:
                 self.steps[step], self.done_s = done, entry.time_s
             case Validated(step=step, metrics=metrics) | CheckpointSaved(step=step, metrics=metrics):
-                self.between.append((step, _seconds(metrics)))
+                self.between.append((step, sum(top_level(spans_of(metrics)).values())))
                 self.done_s = entry.time_s
             case _:
                 pass
@@ -245,10 +245,6 @@ def _sum(a: Waste | None, b: Waste) -> Waste:
     if a is None:
         return b
     return dataclasses.replace(b, num=a.num + b.num, tokens=a.tokens + b.tokens, seconds=a.seconds + b.seconds)
-
-
-def _seconds(metrics: Mapping[str, float]) -> float:
-    return sum(top_level(spans_of(metrics)).values())
 
 
 def _unlearned(metrics: Mapping[str, float]) -> float:

@@ -274,14 +274,12 @@ class OverSampledGroups(Groups):
     @property
     def overtaken(self) -> list[int]:
         """Prompts before one that is done, which are neither done nor under way; oldest first."""
-        return [index for index in range(self._oldest, self._newest_done) if not self._is_known(index)]
+        known = self._ahead | self._in_flight.keys()
+        return [index for index in range(self._oldest, self._newest_done) if index not in known]
 
     @property
     def _newest_done(self) -> int:
         return max(self._ahead, default=self._oldest - 1)
-
-    def _is_known(self, index: int) -> bool:
-        return index in self._ahead or index in self._in_flight
 
     def admit(self) -> list[int]:
         """Return the indices of the prompts that are sampled now: new ones, or those that were overtaken.

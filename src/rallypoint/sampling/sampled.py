@@ -195,7 +195,8 @@ def measure(batch: RolloutBatch, scored: Scored, *, num_failed: int, is_shown: t
         gain = (batch.sampled_logprobs - batch.rollout_logprobs)[batch.loss_mask]
         narrowed["rollout/narrowing"] = Mean(float(gain.double().sum()), num_tokens)
     unscored = [failure.row for failure in scored.failures]
-    branching = {} if batch.sequence_starts is None else {"rollout/sequences": _mean_of(batch.num_sequences)}
+    counts = batch.num_sequences
+    branching = {} if batch.sequence_starts is None else {"rollout/sequences": Mean(float(counts.sum()), len(counts))}
     return Metrics(
         {
             **narrowed,
@@ -262,10 +263,6 @@ def measure_sources(scored: Scored, examples: Sequence[Example]) -> Metrics:
     means = {f"reward/mean/{name}": Mean(float(scores[at].sum()), len(at)) for name, at in rows.items()}
     counts = {f"rollout/num_prompts/{name}": Sum(len(prompts[at].unique())) for name, at in rows.items()}
     return Metrics({**means, **counts})
-
-
-def _mean_of(counts: torch.Tensor) -> Mean:
-    return Mean(float(counts.sum()), len(counts))
 
 
 def _response_lengths(batch: RolloutBatch) -> torch.Tensor:
