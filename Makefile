@@ -19,8 +19,9 @@ test: .venv/installed
 	@$(BIN)/python -m compileall -q src
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=15
 
+# With four times as many examples of each property as `make test` draws.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough
 
 # Draws docs/learning.png anew; fails when an algorithm does not learn.
 learn-check: .venv/installed

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 from _pytest.doctest import DoctestModule
 from hypothesis import settings
 from jaxtyping import config as checks_of_shapes
@@ -28,6 +30,9 @@ from skips import refuse_skip
 if "RALLYPOINT_PRETEND" not in os.environ:  # in a fork of a process that has imported them
     assert "rallypoint.algorithms" not in sys.modules, "the hook must come before the first import"
     install_import_hook("rallypoint.algorithms", "beartype.beartype")
+
+# No garbage is collected until all tests are: what is imported stays, and looking through it takes a fifth of the time.
+gc.disable()
 
 # One thread for each test process and the programs that it starts: read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,8 +56,10 @@ if "RALLYPOINT_TEST_COUNTED" not in os.environ:
 paths = (str(Path(__file__).with_name("shared")), os.environ.get("PYTHONPATH"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
-# Machines are shared and the first example of a run pays for lazy imports, so no example is timed.
-settings.register_profile("rallypoint", deadline=None)
+# Machines are shared and the first example of a run pays for lazy imports, so no example is timed. Each run draws other
+# examples, so that a few are enough; `make test-slow` asks for as many as hypothesis would draw.
+settings.register_profile("rallypoint", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("rallypoint")
 
 
@@ -85,8 +92,11 @@ def pytest_collection_modifyitems(items):
 CHECKED = ("tests/unit/algorithms/", "src/rallypoint/algorithms/", "tests/e2e/test_golden_bits.py")
 """Where each call of an algorithm has its shapes and types checked, which takes most of the call: their own tests, and
 whole runs that call them as recipes do."""
-OVER_AND_OVER = ("tests/unit/algorithms/test_gradients.py", "tests/unit/algorithms/test_kl_of_any_sampler.py")
-"""Of these tests, those that call what the others have checked for every response there is."""
+OVER_AND_OVER = re.compile(
+    r"/test_gradients\.py|/test_kl_of_any_sampler\.py|/test_conformance\.py::test_.*_keeps?_to_"
+    r"|/test_sequences\.py::test_a_rollout_cut_.*-(sequence|fixed_length|prompt)-"
+)
+"""Of these tests, those that call hundreds of times what others have checked."""
 
 
 class CheckedShapes:
@@ -94,7 +104,7 @@ class CheckedShapes:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        is_checked = item.nodeid.startswith(CHECKED) and not item.nodeid.startswith(OVER_AND_OVER)
+        is_checked = item.nodeid.startswith(CHECKED) and not OVER_AND_OVER.search(item.nodeid)
         checks_of_shapes.update("jaxtyping_disable", not is_checked)
 
 
@@ -112,8 +122,38 @@ class WithDoctests:
 def pytest_configure(config):
     for plugin in (CheckedShapes(), WithDoctests()):  # as hooks of this file are not asked about src
         config.pluginmanager.register(plugin)
-    if config.getoption("numprocesses", None):  # this process starts those that test
+    if config.getoption("numprocesses", None):  # this process starts those that test, and collects none
+        gc.enable()
+        compile_tests(config)
         importlib.import_module("ray_forks").share()
+
+
+def compile_tests(config):
+    """Compile the files of tests as pytest reads them, over all cores; each worker would compile all, at the same time.
+
+    In a checkout whose tests have run these are there already. What cannot be compiled is reported by the workers.
+    """
+    files = sorted(path for name in ("test_*.py", "conftest.py") for path in Path(__file__).parent.rglob(name))
+    num_parts = 0 if sys.dont_write_bytecode else os.cpu_count() or 1
+    parts = []
+    for part in range(num_parts):
+        if (process := os.fork()) == 0:
+            try:
+                for file in files[part::num_parts]:
+                    compile_test(config, file)
+            finally:
+                os._exit(0)
+        parts.append(process)
+    for process in parts:
+        os.waitpid(process, 0)
+
+
+def compile_test(config, file):
+    folder = rewrite.get_cache_dir(file)
+    compiled = folder / f"{file.stem}{rewrite.PYC_TAIL}"
+    if rewrite.try_makedirs(folder) and rewrite._read_pyc(file, compiled) is None:
+        source_hash, code = rewrite._rewrite_test(file, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, compiled)
 
 
 SECONDS = collections.Counter()
@@ -132,14 +172,14 @@ def pytest_sessionfinish(session):
 
 
 def pytest_collection_finish():
-    """Have runs do what is tested, see `bare_runs`, if there are any.
+    """Have runs and learners do what is tested, see `bare_runs`, if there are any.
 
     And leave what was imported out of later collections of garbage: every run begins with one, which took half of it.
     """
-    if "rallypoint.recipes.ending" in sys.modules:
+    if {"rallypoint.recipes.ending", "rallypoint.roles.learner"} & sys.modules.keys():
         importlib.import_module("bare_runs").leave_out()
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

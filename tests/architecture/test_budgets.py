@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,7 +69,12 @@ BROAD: dict[str, str] = {
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    gc.disable()  # collections of garbage would look through all trees made so far, which takes longer than to parse
+    try:
+        return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

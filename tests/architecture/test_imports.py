@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from forks import run_forked
 
 import rallypoint
@@ -52,20 +51,17 @@ def test_a_new_folder_fails_until_it_has_its_place_and_an_import_that_points_up_
     assert "rallypoint.data.cluster -> ray" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "rallypoint",
-        "rallypoint.config",
-        "rallypoint.data",
-        "rallypoint.prepare.preflight",
-        "rallypoint.cli.main",
-        "rallypoint.library.launch",
-    ],
-)
-def test_what_checks_a_config_imports_neither_torch_nor_ray(module: str):
-    code = f"import sys, {module}; print([m for m in ('torch', 'ray', 'transformers', 'pyarrow') if m in sys.modules])"
-    assert python(code).stdout.strip() == "[]"
+LIGHTWEIGHT = """
+import importlib, sys
+for name in ("", ".config", ".data", ".prepare.preflight", ".cli.main", ".library.launch"):
+    importlib.import_module("rallypoint" + name)
+    print(name, [heavy for heavy in ("torch", "ray", "transformers", "pyarrow") if heavy in sys.modules])
+"""
+
+
+def test_what_checks_a_config_imports_neither_torch_nor_ray():
+    done = python(LIGHTWEIGHT)
+    assert (done.stdout.count("[]"), done.stdout.count("\n")) == (6, 6), done.stdout + done.stderr
 
 
 LIGHT = """

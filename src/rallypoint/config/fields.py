@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, cast, get_args, get_origin
 
@@ -117,7 +118,8 @@ def named_sections(info: FieldInfo) -> dict[str, type[Section]]:
     return {str(get_args(kind.model_fields["name"].annotation)[0]): kind for kind in kinds}
 
 
-def leaves(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+@functools.cache
+def leaves(kind: type[Section], prefix: str = "") -> Mapping[str, FieldInfo]:
     """Return every leaf of a section by its dotted key, in order of declaration.
 
     Of a section that has other keys for each `name`, all keys of all names.
@@ -126,12 +128,12 @@ def leaves(kind: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     for name, info in kind.model_fields.items():
         dotted, named, inner = prefix + name, named_sections(info), section_of(info)
         for each in reversed(named.values()):
-            found |= leaves(each, f"{dotted}.")
+            found.update(leaves(each, f"{dotted}."))
         if named:
             chosen = key(next(iter(named)), words=named, help=info.description or "")
             found[f"{dotted}.name"] = FieldInfo.from_annotated_attribute(str, chosen)
         elif inner:
-            found |= leaves(inner, f"{dotted}.")
+            found.update(leaves(inner, f"{dotted}."))
         else:
             found[dotted] = info
     return found

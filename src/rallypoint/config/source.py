@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -208,8 +209,12 @@ def _find_base(base: object, folder: Path, origin: str) -> Path:
         raise ConfigError(tuple(f"base={base!r} ({origin}): {problem}" for problem in error.problems)) from None
 
 
+@functools.lru_cache(maxsize=64)
 def _parse(text: str) -> yaml.Node | None:
-    """Return YAML's tree of nodes, which know their lines; None for a text without a value."""
+    """Return YAML's tree of nodes, which know their lines; None for a text without a value.
+
+    A process reads its recipe, and what that is based on, several times.
+    """
     compose = cast("Callable[..., yaml.Node | None]", yaml.compose)  # pyright: ignore[reportUnknownMemberType]
     try:
         node = compose(text, Loader=_Loader)

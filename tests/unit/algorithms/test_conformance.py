@@ -134,7 +134,7 @@ def test_a_policy_loss_keeps_to_every_rule_and_to_its_paper(which):
     check_objective(objective, formula=formula, by_row=which in FOR_ROWS)
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 8)
 @pytest.mark.parametrize("which", LOSSES)
 @given(cases=random_cases())
 def test_a_policy_loss_of_any_batch_keeps_to_its_paper(which, cases):
@@ -189,7 +189,7 @@ def test_an_advantage_keeps_to_every_rule_and_to_its_paper(which):
 
 @pytest.mark.parametrize("which", BY_NAME)
 @given(cases=random_cases())
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_an_advantage_of_any_batch_keeps_to_its_paper(which, cases):
     advantage, formula = advantage_of(which)
     check_advantage(advantage, formula=whitened_formula(which, formula), cases=cases)
@@ -233,6 +233,28 @@ def test_a_correction_keeps_to_every_rule_and_to_its_paper(which, cases):
 def test_a_correction_of_difficult_batches_keeps_to_its_paper(which):
     name, parameters, formula = TRUST[which]
     check_correction(CORRECTIONS[name](**parameters), formula=lambda case: formula(case, *parameters.values()))
+
+
+FEW = {name: CASES[name] for name in ("usual", "empty responses", "nothing trained", "no rows", "one long row")}
+"""Batches of which each call's shapes and types are checked: see tests/conftest.py."""
+
+
+@pytest.mark.parametrize("which", LOSSES)
+def test_calls_of_a_policy_loss_have_the_shapes_of_its_annotations(which):
+    check_objective(loss_of(which)[0], cases=FEW)
+
+
+@pytest.mark.parametrize("which", [*BY_NAME, "max_rl"])
+def test_calls_of_an_advantage_have_the_shapes_of_its_annotations(which):
+    is_max_rl = which == "max_rl"
+    advantage = ADVANTAGES["max_rl"](whiten=False) if is_max_rl else advantage_of(which)[0]
+    check_advantage(advantage, cases={name: (NOT_NEGATIVE if is_max_rl else FEW)[name] for name in FEW})
+
+
+@pytest.mark.parametrize("which", TRUST)
+def test_calls_of_a_correction_have_the_shapes_of_its_annotations(which):
+    name, parameters, _ = TRUST[which]
+    check_correction(CORRECTIONS[name](**parameters), cases=FEW)
 
 
 def test_every_name_is_in_the_suite():

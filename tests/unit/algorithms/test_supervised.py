@@ -85,7 +85,6 @@ def cuts_agree(loss, outputs_of, batch):
     assert merge(*(metrics for _, metrics in found)).scalars() == pytest.approx(watched.scalars())
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(shapes_of_rows, min_size=1, max_size=4), st.integers(0, 99))
 def test_cross_entropy_is_the_mean_over_all_trained_tokens(shapes, draw):
     batch, said, _ = batch_of(shapes, draw)
@@ -107,7 +106,6 @@ def test_preferences_are_those_of_their_papers(name, beta, pairs, draw):
     cuts_agree(loss, lambda rows: torch.cat([said[row] for row in rows]), batch)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=5))
 def test_a_reward_model_learns_the_order_of_scores(scores):
     batch, _, _ = batch_of([(2, 3)] * (2 * len(scores)), 0)

@@ -1,6 +1,7 @@
 """The command line, in this process or in one of its own, and a tiny trained model."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import make_tiny_model
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from rallypoint import checkpoint
@@ -19,9 +21,25 @@ from rallypoint.run.folder import create_run
 SIZES = {"num_layers": 1, "num_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.02, "max_positions": 24}
 
 
+@functools.cache
+def whole_command():
+    """Return what typer makes of `app`, which takes as long as most commands; `CliRunner.invoke` would each time."""
+    return get_command(app)
+
+
 def rally(*arguments: str, typed: str | bytes = "", columns: int = 80) -> Result:
     """Run a command in this process; an error is not turned into a message here."""
-    return CliRunner().invoke(app, list(arguments), input=typed, env={"COLUMNS": str(columns)}, prog_name="rally")
+    runner, exception = CliRunner(), None
+    with runner.isolation(input=typed, env={"COLUMNS": str(columns)}) as streams:
+        try:
+            whole_command().main(args=list(arguments), prog_name="rally")
+        except SystemExit as ended:
+            exception = ended if ended.code else None
+        except Exception as error:  # noqa: BLE001  # as `CliRunner.invoke`
+            exception = error
+        printed = [stream.getvalue() for stream in streams]
+    status = exception.code if isinstance(exception, SystemExit) else int(exception is not None)
+    return Result(runner, *printed, return_value=None, exit_code=status, exception=exception)
 
 
 def spawn(

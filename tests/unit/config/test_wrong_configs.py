@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from grids import thinned
 
 from rallypoint.config import load_config
 from rallypoint.errors import ConfigError
@@ -850,18 +851,21 @@ def test_a_long_value_is_cut_in_the_message(files: Path):
 
 
 REPRESENTATIVE = (
-    "unknown: leaf",
-    "type: text for a number",
-    "fit: ranks and bundles",
-    "file: no data",
-    "file: parquet of 0 rows",
-    "file: torn reward",
-    "source: no such recipe",
-    "source: broken YAML",
+    ("unknown: leaf",),
+    ("type: text for a number",),
+    ("fit: ranks and bundles",),
+    ("file: no data",),
+    ("file: parquet of 0 rows",),
+    ("file: torn reward",),
+    ("source: no such recipe",),
+    ("source: broken YAML",),
 )
+"""One of each way in which a config can be wrong; that all are refused with these words is tested in this process."""
 
 
-@pytest.mark.parametrize("case", REPRESENTATIVE)
+@pytest.mark.parametrize(
+    "case", thinned(REPRESENTATIVE, ("unknown: leaf",), ("file: parquet of 0 rows",), ("source: broken YAML",))
+)
 def test_the_command_ends_with_status_2_before_anything_is_started_or_made(files: Path, case: str):
     began = time.monotonic()
     done = subprocess.run(

@@ -70,7 +70,7 @@ ends = st.sampled_from(["<|end|>", "<|call|>", "<|return|>"])
 answers = st.lists(st.tuples(messages, ends), min_size=1, max_size=4)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(answers, st.booleans())
 def test_whole_answers_say_what_the_package_says(encoding, parts, is_cut):
     text = "<|start|>assistant".join(message + end for message, end in parts)
@@ -86,7 +86,7 @@ MARKS = ("<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 pieces = st.sampled_from((*MARKS, *CHANNELS, *BODIES, " to=functions.look", " json"))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(st.lists(pieces, max_size=10).map("".join))
 def test_calls_of_what_is_no_whole_answer_are_the_packages_or_none_where_it_raises(encoding, text):
     ours, theirs = harmony(text, {}), read_by_the_package(encoding, text)

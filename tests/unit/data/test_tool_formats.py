@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spelled_calls import SPELLINGS, TOOLS, TYPES, WANTED, WRITTEN
 from tool_templates import FAMILIES, make_tool_tokenizer
@@ -128,7 +128,6 @@ pieces = st.sampled_from(MARKS)
 
 
 @pytest.mark.parametrize("read", [tagged, llama, mistral, harmony, gemma, deepseek, kimi])
-@settings(max_examples=100, deadline=None)
 @given(st.lists(pieces | st.text(max_size=5), max_size=12).map("".join))
 def test_nothing_raises(read, text):
     said = read(text, TYPES)

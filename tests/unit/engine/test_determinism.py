@@ -89,8 +89,12 @@ def test_a_process_that_is_the_users_is_left_as_it_was():
     assert torch.backends.cuda.cudnn_sdp_enabled() == has_cudnn
 
 
+@pytest.mark.slow
 def test_two_processes_that_make_the_same_update_have_the_same_bits():
-    """On a GPU: tests/gpu/test_determinism.py. One is a fork, with another seed of hashes and other addresses."""
+    """On a GPU: tests/gpu/test_determinism.py. One is a fork, with another seed of hashes and other addresses.
+
+    `tests/e2e/test_golden_bits.py` compares steps of whole runs with the bits that other processes have stored.
+    """
     first = subprocess.run([sys.executable, UPDATE, "cpu"], capture_output=True, text=True, check=True, timeout=120)
     second = run_forked("-c", UPDATE.read_text(), "cpu")
     assert len(first.stdout.split()) == 3

@@ -84,7 +84,7 @@ def assert_same(actual, expected, tolerance):
         assert error <= tolerance * max(1.0, float(wanted.abs().max())), (name, float(error))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     num_tokens=st.integers(0, 40),
     vocabulary=st.integers(1, 30),

@@ -149,7 +149,9 @@ def cuts(draw):
     return rows, num_ranks, draw(st.integers(20, 60)), draw(st.booleans())
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each call meets anew
+@settings(  # each call meets anew
+    max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cuts(), st.sampled_from(["llama", "qwen3"]), st.integers(0, 99))
 def test_any_rows_on_any_ranks_under_any_cap_give_the_same_step(train, make_batch, cut, architecture, seed):
     rows, num_ranks, cap, padded = cut

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -19,13 +20,26 @@ from rallypoint.types import Sequences
 LENGTHS = [3, 9, 1, 17]
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_every_engine_draws_the_same_tokens(engine, make_policy, make_prompts, params, changes):
-    wanted = dataclasses.replace(params, **changes)
-    expected = generate(
-        HFEngine(make_policy(), decode=decode, version=4), make_prompts(LENGTHS), wanted, version=4, group_size=2
-    )
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
+def slow_engine(model):
+    """The one that the others are compared with."""
+    return HFEngine(model, decode=decode, version=4)
+
+
+@pytest.fixture(scope="module")
+def drawn(make_policy, make_prompts, params):
+    """Return what an engine, as a function makes it, answers with a change of `params`: each once for all tests."""
+
+    @functools.cache
+    def draw(make_engine, changed):
+        wanted = dataclasses.replace(params, **CHANGES[changed])
+        return generate(make_engine(make_policy()), make_prompts(LENGTHS), wanted, version=4, group_size=2)
+
+    return draw
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_every_engine_draws_the_same_tokens(make_engine, drawn, changed):
+    expected, batch = drawn(slow_engine, changed), drawn(make_engine, changed)
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert batch.truncated.tolist() == expected.truncated.tolist()
     torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-5)
@@ -57,12 +71,11 @@ def test_how_a_model_folder_would_generate_changes_nothing(make_engine, make_pol
     assert said.num_beams == 2
 
 
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("changed", CHANGES)
 def test_logprobs_are_those_that_training_recomputes_whatever_narrows_the_distribution(
-    engine, make_policy, make_prompts, params, changes
+    make_engine, drawn, make_policy, params, changed
 ):
-    wanted = dataclasses.replace(params, **changes)
-    batch = generate(engine, make_prompts(LENGTHS), wanted, version=4, group_size=2)
+    wanted, batch = dataclasses.replace(params, **CHANGES[changed]), drawn(make_engine, changed)
     with torch.no_grad():
         at = trained_positions(batch)
         trained = wanted.policy_temperature or wanted.temperature or 1.0

@@ -57,9 +57,24 @@ OF_OTHERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own head", "tied"])
+@pytest.fixture(scope="module")
 def is_tied(request):
     return request.param
+
+
+def with_both_heads(options, *, tied=()):
+    """Return each option with a head of its own, and tied: always where that is what it is about, else slow."""
+    both = [(is_tied, option) for is_tied in (False, True) for option in options]
+    return pytest.mark.parametrize(
+        ("is_tied", "option"),
+        [
+            pytest.param(is_tied, option, marks=pytest.mark.slow if is_tied and option not in tied else ())
+            for is_tied, option in both
+        ],
+        ids=[f"{'tied' if is_tied else 'own head'}-{option}" for is_tied, option in both],
+        indirect=["is_tied"],
+        scope="module",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,29 +107,29 @@ def merged_here(base, folder):
     return AutoModelForCausalLM.from_pretrained(folder / "merged").eval()(IDS).logits
 
 
-@pytest.mark.parametrize("options", [*EQUAL, *EQUAL_IF_NOT_TIED], ids=str)
+@with_both_heads([*EQUAL, *EQUAL_IF_NOT_TIED], tied=[{}, *EQUAL_IF_NOT_TIED])
 def test_an_adapter_is_merged_as_peft_merges_it_or_refused_where_peft_parts_tied_weights(
-    base, is_tied, tmp_path, options
+    base, is_tied, tmp_path, option
 ):
-    save(base, tmp_path / "adapter", options)
-    if is_tied and options in EQUAL_IF_NOT_TIED:
+    save(base, tmp_path / "adapter", option)
+    if is_tied and option in EQUAL_IF_NOT_TIED:
         with pytest.raises(ModelError, match=r"(embed_tokens|lm_head).* whole \(modules_to_save\).* merge_and_unload"):
             merged_here(base, tmp_path)
         return
     torch.testing.assert_close(merged_here(base, tmp_path), merged_by_peft(base, tmp_path), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", REFUSED, ids=str)
-def test_an_adapter_that_is_more_than_low_rank_is_refused_by_the_name_of_its_option(base, tmp_path, options):
-    save(base, tmp_path / "adapter", options)
-    with pytest.raises(ModelError, match=rf"{next(iter(options))}=.* is not supported; merge .* merge_and_unload"):
+@with_both_heads(REFUSED)
+def test_an_adapter_that_is_more_than_low_rank_is_refused_by_the_name_of_its_option(base, tmp_path, option):
+    save(base, tmp_path / "adapter", option)
+    with pytest.raises(ModelError, match=rf"{next(iter(option))}=.* is not supported; merge .* merge_and_unload"):
         merged_here(base, tmp_path)
 
 
-@pytest.mark.parametrize("targets", TARGETS, ids=str)
-def test_an_adapter_of_an_embedding_or_a_head_is_refused_by_the_name_of_the_layer(base, tmp_path, targets):
-    save(base, tmp_path / "adapter", {"target_modules": targets})
-    with pytest.raises(ModelError, match=rf"it adapts (model\.)?{targets[-1]}, .* merge_and_unload"):
+@with_both_heads(TARGETS, tied=TARGETS)
+def test_an_adapter_of_an_embedding_or_a_head_is_refused_by_the_name_of_the_layer(base, tmp_path, option):
+    save(base, tmp_path / "adapter", {"target_modules": option})
+    with pytest.raises(ModelError, match=rf"it adapts (model\.)?{option[-1]}, .* merge_and_unload"):
         merged_here(base, tmp_path)
 
 

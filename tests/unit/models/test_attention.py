@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 from accelerator_forms import accelerator_forms
+from grids import paired
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
@@ -54,12 +55,11 @@ def ours_and_theirs(folder, attention):
     return load_policy(folder, dtype="float32").model.to(torch.float64), theirs
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES)
-@pytest.mark.parametrize("attention", TOLERANCES)
-def test_packed_rows_give_the_logits_of_each_row_alone(make_folder, attention, architecture, kv_heads, lengths):
+@pytest.mark.parametrize(("attention", "family", "lengths"), paired(TOLERANCES, FAMILIES, LENGTHS))
+def test_packed_rows_give_the_logits_of_each_row_alone(make_folder, attention, family, lengths):
+    architecture, kv_heads = family
     ours, theirs = ours_and_theirs(make_folder(architecture, num_key_value_heads=kv_heads), attention)
-    rows = rows_of(lengths)
+    rows = rows_of(LENGTHS[lengths])
     with torch.no_grad():
         expected = torch.cat([theirs(row.unsqueeze(0)).logits.squeeze(0) for row in rows if len(row)])
         error = (packed_logits(ours, rows) - expected).abs().max()
@@ -216,11 +216,16 @@ def plain_attention(query, key, value, scaling, limits):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
-@pytest.mark.parametrize("forms", [contextlib.nullcontext, accelerator_forms], ids=["CPU", "accelerator"])
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (1.5, False), (None, True)])
-@pytest.mark.parametrize("window", [None, 1, 7, 65, 530])
-@pytest.mark.parametrize("lengths", [[150] * 2, [64, 65, 129, 1], [560, 70, 7]], ids=["even", "borders", "long"])
-def test_windows_capped_scores_and_sinks_give_what_all_scores_at_once_give(lengths, window, softcap, has_sinks, forms):
+FORMS = {"CPU": contextlib.nullcontext, "accelerator": accelerator_forms}
+LIMITED = {"even": [150] * 2, "borders": [64, 65, 129, 1], "long": [560, 70, 7]}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "limit", "forms"),
+    paired(LIMITED, [None, 1, 7, 65, 530], ["none", "softcap", "sinks"], FORMS),
+)
+def test_windows_capped_scores_and_sinks_give_what_all_scores_at_once_give(lengths, window, limit, forms):
+    lengths, softcap, has_sinks = LIMITED[lengths], 1.5 if limit == "softcap" else None, limit == "sinks"
     generator = torch.Generator().manual_seed(0)
     sinks = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_() if has_sinks else None
     limits = Limits(window, softcap, sinks)
@@ -229,7 +234,7 @@ def test_windows_capped_scores_and_sinks_give_what_all_scores_at_once_give(lengt
         for heads in (4, 2, 2)
     ]
     weigh = torch.randn(sum(lengths), 4, 4, generator=generator, dtype=torch.float64)
-    with forms():
+    with FORMS[forms]():
         ours = PackedRows(offsets_from_lengths(torch.tensor(lengths)), CPU).attend(0, *states, 0.9, limits)
     rows = zip(*(tensor.split(lengths) for tensor in states), strict=True)
     plain = torch.cat([plain_attention(*row, 0.9, limits) for row in rows])

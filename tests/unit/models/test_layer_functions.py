@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -36,7 +36,6 @@ def assert_same_values_and_gradients(ours, plain, inputs, constants, dtype, gene
         assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, float(expected.abs().max()))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=2, max_size=3), dtype=DTYPES, scale=st.sampled_from([0.1, 1.0, 20.0]),
     seed=st.integers(0, 1000),
@@ -47,7 +46,6 @@ def test_a_gate_and_its_gradients_equal_the_formula(shape, dtype, scale, seed):
     assert_same_values_and_gradients(swiglu, plain_swiglu, inputs, (), dtype, generator)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 7), heads=st.integers(1, 4), half=st.integers(1, 9), dtype=DTYPES, seed=st.integers(0, 1000)
 )

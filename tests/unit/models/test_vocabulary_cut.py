@@ -52,7 +52,7 @@ def weighted_sum(outputs, used):
     )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_ranks=st.integers(2, 4),
     num_tokens=st.integers(0, 20),

@@ -1,11 +1,13 @@
 """What `--dry-run` and `rally train` read before anything is started."""
 
 import asyncio
+import itertools
 import json
 import shutil
 
 import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
+from grids import thinned
 from tiny_models import make_tiny_model
 
 from rallypoint.data import EncodedRows, chat_text, encode_prompts, load_tokenizer, save_tokenizer
@@ -56,24 +58,30 @@ def test_a_dry_run_says_what_was_read(own):
     assert any("only 9 that differ: every step samples the same ones 2 times" in line for line in lines)
 
 
+NO_SCORES = {
+    "'1.0'": "expected a number",
+    "None": "returned None",
+    "float('nan')": "expected a finite number",
+    "[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]": "6",
+    "{'scor': 1.0}": "score",
+    "object()": "expected a number",
+    "1e30": "expected at most",
+}
+
+
 @pytest.mark.parametrize(
-    ("result", "problem"),
-    [
-        ("'1.0'", "expected a number"),
-        ("None", "returned None"),
-        ("float('nan')", "expected a finite number"),
-        ("[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]", "6"),
-        ("{'scor': 1.0}", "score"),
-        ("object()", "expected a number"),
-        ("1e30", "expected at most"),
-    ],
+    ("result", "look"),
+    thinned(
+        itertools.product(NO_SCORES, [examine_dry, examine]),
+        *((result, examine_dry) for result in NO_SCORES),
+        ("'1.0'", examine),
+    ),
 )
-def test_a_dry_run_refuses_a_reward_that_returns_no_score(own, tmp_path, result, problem):
+def test_a_dry_run_and_a_start_refuse_a_reward_that_returns_no_score(own, tmp_path, result, look):
+    problem = NO_SCORES[result]
     (tmp_path / "rewards.py").write_text(REWARD.replace("0.0", result))
     with pytest.raises(RewardError, match=rf"train.jsonl:1: the reward .* '1', and gave no score: .*{problem}"):
-        examine_dry(own())
-    with pytest.raises(RewardError, match=rf"train.jsonl:1: the reward .* '1', and gave no score: .*{problem}"):
-        examine(own())  # a start, before anything expensive
+        look(own())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Random conversations with tools, in templates of eleven families: a trained token is a sampled one in its context."""
 
 import asyncio
+import functools
 import json
 from random import Random
 from typing import Any, cast
@@ -89,6 +90,7 @@ def episode_of(random: Random, refused: list[str]):
     return episode
 
 
+@functools.cache
 def check(family: str, seed: int, *, strips: bool = False) -> tuple[list[str], int]:
     """Make a rollout of a random conversation, and compare its rows with what was sampled.
 

@@ -23,8 +23,8 @@ from rallypoint.algorithms import (
 from rallypoint.algorithms.aggregation import AggregationName
 from rallypoint.errors import ConfigError
 
-QUICK = ("gae", "grpo", "reinforce_plus_plus", "gspo", "tis, sequence", "kl: k3")
-"""One with a critic, with and without groups, by rows, corrected and pulled; `make test-slow` has every cell."""
+QUICK = ("gae", "gspo", "kl: k3")
+"""One with a critic, one with groups and by rows, one that is pulled; `make test-slow` has every cell."""
 
 
 def trained(cell, task, num_seeds=3):
@@ -87,18 +87,14 @@ class Backwards(Advantage):
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "cispo"])
 def test_a_loss_whose_sign_is_flipped_is_found(name):
-    verdict = trained(
-        dataclasses.replace(shortened(name), objective=Flipped(right=CELLS[name].objective)), "copy"
-    ).verdict
-    assert not verdict.passes
-    assert verdict.mean < 0, "it goes away from the optimum"
+    flipped = dataclasses.replace(shortened(name), objective=Flipped(right=CELLS[name].objective))
+    assert learn(flipped, TASKS["copy"], 0)[-1] < 0, "it goes away from the optimum"
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
 def test_an_advantage_whose_sign_is_flipped_is_found(name):
     broken = Backwards(right=CELLS[name].advantage, whiten=False)
-    verdict = trained(dataclasses.replace(shortened(name), advantage=broken), "copy").verdict
-    assert verdict.mean < 0
+    assert learn(dataclasses.replace(shortened(name), advantage=broken), TASKS["copy"], 0)[-1] < 0
 
 
 def test_a_pull_of_the_wrong_strength_is_found():
@@ -189,9 +185,9 @@ def usual(tokens):
 
 
 def test_functions_of_ones_own_train_as_the_names_do():
-    assert trained(own_loss("mine", usual), "copy").verdict.passes
+    assert learn(own_loss("mine", usual), TASKS["copy"], 0)[-1] > BOUND
     mine = own_advantage("mine", lambda rewards: rewards.spread(rewards.scores - rewards.scores.mean()))
-    assert trained(mine, "copy").verdict.passes
+    assert learn(mine, TASKS["copy"], 0)[-1] > BOUND
 
 
 def test_the_picture_has_a_panel_for_each_algorithm(tmp_path):

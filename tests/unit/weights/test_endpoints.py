@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.errors import WeightsMismatchError
@@ -74,7 +74,6 @@ def test_masters_are_rounded_on_their_way():
     assert_equal(target, {name: tensor.bfloat16() for name, tensor in weights().items()})
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(["matrix", "vector", "number", "turned"]), st.integers(0, 10**6), st.sampled_from(DTYPES))
 def test_a_single_flipped_bit_anywhere_is_refused_and_does_not_reach_the_model(name, bit, dtype):
     manifest, target = manifest_of(weights(dtype)), blank(weights(dtype))
