@@ -4,6 +4,7 @@
     python benchmarks/accelerator.py --models 0.6B --activations checkpoint
     python benchmarks/accelerator.py --models 0.6B --any-order        # what deterministic kernels cost
     python benchmarks/accelerator.py --models 0.6B --ragged           # lengths that no update has had before
+    python benchmarks/accelerator.py --models experts --rows 32        # a mixture: four layers of Qwen3-30B-A3B
     python benchmarks/accelerator.py --models tiny --device cpu        # whether it runs at all
 
 64 rows of 512 prompt and 512 response tokens, eight rollouts a prompt, at most 16,384 tokens in a micro-batch.
@@ -21,15 +22,17 @@ from pathlib import Path
 
 import torch
 from figures import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from rallypoint.algorithms import policy_loss
-from rallypoint.config import load_config
+from rallypoint.config import LoRAConfig, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.engine.determinism import prepare_process
+from rallypoint.model_files.adapters import adapters_of
 from rallypoint.models import ATTENTION, ModelShard
-from rallypoint.models.layers import replace_layers
+from rallypoint.models.shard import allocate, build
 from rallypoint.observability.flops import device_peak, flops_of
+from rallypoint.parallel import DeviceMesh
 from rallypoint.prepare.plan import make_plan
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 
@@ -49,20 +52,28 @@ SIZES = {
     "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 128},
+    "experts": {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "intermediate_size": 6144},
+    "tiny-experts": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 128},
 }
+"""`experts` is four layers of Qwen3-30B-A3B, with its heads and vocabulary."""
 
 
-def config_of(name: str) -> Qwen3Config:
-    tiny = name == "tiny"
-    return Qwen3Config(
+def config_of(name: str) -> PreTrainedConfig:
+    tiny = name.startswith("tiny")
+    sizes = {
         **SIZES[name],
-        num_key_value_heads=8,
-        head_dim=16 if tiny else 128,
-        vocab_size=500 if tiny else 151_936,
-        tie_word_embeddings=True,
-        pad_token_id=None,
-        attn_implementation=ATTENTION,
-    )
+        "num_key_value_heads": 4 if name == "experts" else 8,
+        "head_dim": 16 if tiny else 128,
+        "vocab_size": 500 if tiny else 151_936,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+        "attn_implementation": ATTENTION,
+    }
+    if not name.endswith("experts"):
+        return Qwen3Config(**sizes)
+    experts = (8, 2, 32) if tiny else (128, 8, 768)
+    mixture = dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), experts, strict=True))
+    return Qwen3MoeConfig(**sizes, **mixture, norm_topk_prob=True)
 
 
 def make_batch(vocabulary: int, lengths: torch.Tensor, *, seed: int = 0) -> ActorBatch:
@@ -94,15 +105,26 @@ def lengths_of(num_rows: int, length: int, *, is_ragged: bool, seed: int) -> tor
     return torch.randint(length // 8, length + 1, (num_rows,), generator=torch.Generator().manual_seed(seed))
 
 
+def make_shard(name: str, device: torch.device, dtype: str = "bfloat16", *, lora_rank: int = 0) -> ModelShard:
+    """Random weights of a shape, laid out as those of a file; with adapters of such a rank."""
+    lora = LoRAConfig(rank=lora_rank) if lora_rank else None
+    kind, adapters = getattr(torch, dtype), adapters_of(lora) if lora else None
+    mesh = DeviceMesh.solo()
+    made = {"dtype": kind, "mesh": mesh, "trust_remote_code": False, "adapters": adapters}
+    shard = build(config_of(name), AutoModelForCausalLM, **made)
+    allocate(shard, device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in shard.model.parameters():
+            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(0.0, 0.02)
+    return shard
+
+
 def make_engine(name: str, device: torch.device, activations: str, *, deterministic: bool) -> TrainingEngine:
     """Random weights under an optimizer."""
-    with device:
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config_of(name)).to(torch.bfloat16).eval()  # pyright: ignore[reportArgumentType]
-    replace_layers(model)
     config = load_config("grpo", ["data.train=x.jsonl", "model.path=x", "reward.function=x.py:y"]).config
     return TrainingEngine(
-        ModelShard.whole(model),
+        make_shard(name, device),
         optimizer=config.actor.optimizer,
         max_tokens_per_micro_batch=16_384,
         activations=activations,  # pyright: ignore[reportArgumentType]
@@ -127,7 +149,7 @@ def take_update(engine: TrainingEngine, batch: ActorBatch) -> None:
 def predicted_bytes(name: str, num_rows: int, length: int, activations: str) -> int:
     """Return what `--dry-run` says of the actor of such a run."""
     with tempfile.TemporaryDirectory() as folder:
-        model = {**config_of(name).to_dict(), "model_type": "qwen3"}
+        model = config_of(name).to_dict()
         (Path(folder) / "config.json").write_text(json.dumps(model, default=str))
         overrides = [f"model={{path: {folder}, dtype: bfloat16}}", "data.train=unused.jsonl", "data.generate=null"]
         overrides += [f"rollout={{num_prompts: {num_rows // GROUP_SIZE}, group_size: {GROUP_SIZE}}}"]

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accelerator import SIZES, config_of, lengths_of, make_batch, make_engine, take_update
-from accelerator_rollouts import make_model, seconds, submit
+from accelerator import SIZES, config_of, lengths_of, make_batch, make_engine, make_shard, take_update
+from accelerator_rollouts import seconds, submit
 from figures import Table
 from torch.profiler import ProfilerActivity, profile
 
@@ -64,7 +64,7 @@ def show(table: Table, name: str, most: int, work: Callable[[], object], device:
 @torch.no_grad()
 def show_rollouts(table: Table, name: str, num_rows: int, most: int, device: torch.device) -> None:
     """Add the lines of a prefill and of decoding."""
-    model = make_model(name, device, "float32" if device.type == "cpu" else "bfloat16")
+    model = make_shard(name, device, "float32" if device.type == "cpu" else "bfloat16").model
     engine = NativeEngine(model, max_rows=num_rows, cache_tokens=num_rows * 640)
     seeds = iter(range(10))
 

@@ -15,10 +15,10 @@ import statistics
 from pathlib import Path
 
 import torch
-from accelerator import SIZES
-from accelerator_rollouts import make_model, seconds, submit, token_bytes_of
+from accelerator import SIZES, make_shard
+from accelerator_rollouts import seconds, submit, token_bytes_of
 from figures import Table
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from rallypoint.generation import NativeEngine
 
@@ -38,7 +38,7 @@ COLUMNS = {
 
 @torch.no_grad()
 def measure(
-    model: Qwen3ForCausalLM, kind: str, num_rows: int, num_tokens: int, cache_tokens: int, times: int
+    model: PreTrainedModel, kind: str, num_rows: int, num_tokens: int, cache_tokens: int, times: int
 ) -> dict[str, object]:
     """Return a row of the table; every turn has other prompts."""
     num_prompt = 512
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if device is None:
         raise SystemExit("no accelerator was found; --model tiny --device cpu shows that it runs")
-    model = make_model(wanted.model, device, "float32" if device.type == "cpu" else "bfloat16")
+    model = make_shard(wanted.model, device, "float32" if device.type == "cpu" else "bfloat16").model
     ample = int(wanted.cache_gib * 2**30) // token_bytes_of(model)
     table = Table(COLUMNS, wanted.json)
     num_rows, num_tokens = wanted.rows, wanted.tokens

@@ -2,6 +2,7 @@
 
     python benchmarks/accelerator_rollouts.py                  # Qwen3 shapes of 0.6B and 1.7B, random weights, bfloat16
     python benchmarks/accelerator_rollouts.py --models 0.6B --batches 256 --no-graphs
+    python benchmarks/accelerator_rollouts.py --models experts --batches 8 64     # a mixture; --lora 16: with adapters
     python benchmarks/accelerator_rollouts.py --models tiny --device cpu --dtype float32     # whether it runs at all
 
 Every step reads all weights once and the keys and values of every row. The limit is what that takes at the rate at
@@ -18,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accelerator import SIZES, config_of
+from accelerator import SIZES, make_shard
 from figures import Table
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.accelerator.graphs import captures_on
-from rallypoint.models.layers import allocate_joined, replace_layers
 
 PROMPT_TOKENS = 256
 COLUMNS = {
@@ -61,18 +61,7 @@ def refuse(step: Callable[[], None]) -> Callable[[], None]:  # noqa: ARG001
     raise RuntimeError("--no-graphs")
 
 
-def make_model(name: str, device: torch.device, dtype: str) -> Qwen3ForCausalLM:
-    """Random weights of a shape, those with the same input behind one another, as they are loaded."""
-    with device:
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config_of(name)).to(getattr(torch, dtype)).eval()
-    replace_layers(model)
-    for weight, part in allocate_joined(model, device):
-        weight.data = part.copy_(weight.data)
-    return model
-
-
-def token_bytes_of(model: Qwen3ForCausalLM) -> int:
+def token_bytes_of(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token."""
     config = model.config
     numbers = config.num_hidden_layers * (config.num_key_value_heads or config.num_attention_heads) * config.head_dim
@@ -107,7 +96,7 @@ def sampled(engine: NativeEngine, batch: int, num_tokens: int, seed: int) -> Non
 
 
 def measure(
-    model: Qwen3ForCausalLM, name: str, wanted: argparse.Namespace, batch: int, rate: float
+    model: PreTrainedModel, name: str, wanted: argparse.Namespace, batch: int, rate: float
 ) -> dict[str, str | float]:
     """Return a row of the table."""
     few, many = wanted.tokens // 4, wanted.tokens
@@ -158,6 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", help="default: the accelerator that torch finds")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--no-graphs", action="store_true", help="launch every step kernel by kernel")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="with adapters of all layers")
     parser.add_argument("--json", type=Path, help="a file to which every row is appended, too")
     wanted = parser.parse_args(arguments)
     device = (
@@ -169,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{device}, torch {torch.__version__}, copies at {rate / 1e9:,.0f} GB/s read and written\n")
     table = Table(COLUMNS, wanted.json)
     for name in wanted.models:
-        model = make_model(name, device, wanted.dtype)
+        model = make_shard(name, device, wanted.dtype, lora_rank=wanted.lora).model
         for batch in wanted.batches:
             table.add(**measure(model, name, wanted, batch, rate))
 

@@ -21,7 +21,7 @@ import torch
 import yaml
 from accelerator import SIZES, config_of
 from figures import Table
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 import rallypoint as rally
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
@@ -48,7 +48,7 @@ def make_folder(name: str, folder: Path, device: torch.device) -> None:
     """Write random weights of a shape, a tokenizer that knows the first of its tokens, prompts, and a reward."""
     with device:
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config_of(name))
+        model = AutoModelForCausalLM.from_config(config_of(name))
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     save_tokenizer(make_digits_tokenizer(), folder / "model")
     digits = ["".join(str((row * 7 + at * at) % 10) for at in range(24)) for row in range(256)]

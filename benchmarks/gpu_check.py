@@ -147,6 +147,10 @@ def parts(device: str, out: Path, *, over_two: bool = False) -> Iterator[list[Pa
                 on_ray = ("--runtime", "ray", "--keys", *keys)
                 yield figures(f"run-{name}", "accelerator_run.py", *of_first, *size, *on_ray, deadline_s=150.0)
         yield figures(f"rollouts-{model}", "accelerator_rollouts.py", "--models", model, *few)
+        if model == models[0]:  # through a model's own code
+            mixture = ("--models", "tiny-experts" if is_tiny else "experts", *few)
+            yield figures("rollouts-adapters", "accelerator_rollouts.py", "--models", model, "--lora", "16", *few)
+            yield figures("rollouts-experts", "accelerator_rollouts.py", *mixture)
 
 
 def run(part: Part, budget: Budget, out: Path, environment: dict[str, str]) -> Outcome:

@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from compared_rollouts import GAPS, assert_alike, responses
 from tiny_models import make_tiny_model
 
 from rallypoint.engine import TrainingEngine, policy_outputs
@@ -24,11 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_avail
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True)
 PARAMS = SamplingParams(max_new_tokens=100, seed=3, stop_tokens=(0,))
-GAPS = {"float32": 1e-4, "bfloat16": 0.3}
-"""Between logprobs, in nats."""
-DIFFERING = {"float32": 1e-3, "bfloat16": 0.05}
-"""Part of the draws that may differ, given the same tokens before; `native.engine` says why. On a CPU it is 0 and
-0.025."""
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +40,6 @@ def prompts() -> Prompts:
     offsets = offsets_from_lengths(lengths)
     tokens = torch.randint(1, 20, (int(offsets[-1]),), generator=torch.Generator().manual_seed(0))
     return Prompts(offsets=offsets, tokens=tokens, prompt_index=torch.arange(len(lengths)))
-
-
-def responses(batch):
-    """Tokens and logprobs of each, by prompt and sample."""
-    found = {}
-    for row in range(len(batch)):
-        tokens = batch.response(row).tolist()
-        logprobs = batch.rollout_logprobs[slice(*batch.offsets[row : row + 2].tolist())]
-        found[int(batch.prompt_index[row]), int(batch.sample_index[row])] = tokens, logprobs[-len(tokens) :]
-    return found
-
-
-def assert_alike(found, expected, dtype):
-    """Compare rollouts up to where they part, and count how often they do."""
-    assert found.keys() == expected.keys()
-    num_draws, num_differing = 0, 0
-    for name, (wanted, wanted_logprobs) in expected.items():
-        tokens, logprobs = found[name]
-        pairs = enumerate(zip(tokens, wanted, strict=False))
-        num = next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(wanted)))
-        torch.testing.assert_close(logprobs[:num].double(), wanted_logprobs[:num].double(), rtol=0, atol=GAPS[dtype])
-        num_differing += tokens != wanted
-        num_draws += num + (tokens != wanted)
-    assert num_differing <= DIFFERING[dtype] * num_draws, (num_differing, num_draws)
 
 
 @pytest.mark.parametrize("dtype", GAPS)

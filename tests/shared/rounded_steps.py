@@ -120,7 +120,9 @@ def take_steps(
 
     # The masters that the optimizer steps, not the weights of the passes, which are rounded after every step. In
     # float64 both are the same memory, so what was before is copied.
-    masters = dict(zip(shard.trained(), engine.optimizer.masters, strict=True))
+    weights = dict(shard.model.named_parameters())
+    names = [name for name in shard.trained() if name in weights]  # biases of routers are no weights
+    masters = dict(zip(names, engine.optimizer.masters, strict=True))
     before = {name: master.detach().cpu().double().clone() for name, master in masters.items()}
     losses, norms = [], []
     for step in range(1, NUM_STEPS + 1):

@@ -68,6 +68,10 @@ class ModelShape:
         """Weights that every rank of `tp` has whole, beside small ones."""
         return self._sum(lambda kind: kind.num_uncut_parameters)
 
+    def num_idle(self, num_tokens: int) -> float:
+        """Return how many weights a pass of so many tokens does not read: experts that none is sent to."""
+        return sum(layers.count * layers.mlp.num_idle(num_tokens) for layers in self.layers)
+
     @property
     def inner_size(self) -> int:
         """Width that a token passes inside an MLP, or inside all of its experts; the mean over the layers."""

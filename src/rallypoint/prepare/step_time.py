@@ -19,6 +19,7 @@ from rallypoint.config.recipes import RoleName
 from rallypoint.config.shape import ModelShape, role_shapes
 from rallypoint.config.transport import transport_name
 from rallypoint.config.tree import RunConfig
+from rallypoint.families import FAMILIES, MIXTURES
 from rallypoint.observability.devices import Cores, Device
 from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.pools import num_devices
@@ -57,6 +58,10 @@ class _Costs:
     forward: _Passes
     update: _Passes
     decode: _Passes
+    own_code: int
+    """Launches of a layer that decodes by its model's own code, or with adapters, beyond those of plain arithmetic."""
+    experts: int
+    """Launches beyond these of a layer of experts."""
     launches_of_token: float
     """Launches for each row that decodes, to draw its token and keep it."""
     launches_of_call: float
@@ -76,6 +81,8 @@ _OF_ACCELERATORS = _Costs(
     forward=_Passes(0, 0, 0, 0),  # the shares have it
     update=_Passes(0, 0, 0, 0),
     decode=_Passes(11, 20, 0, 0),
+    own_code=18,
+    experts=40,
     launches_of_token=0,
     launches_of_call=0,
     links={"memory": 4e9, "ipc": 2e10, "broadcast": 8e9, "folder": 7e8},
@@ -92,6 +99,8 @@ _OF_CORES = _Costs(
     forward=_Passes(320, 3450, 155, 14),
     update=_Passes(2000, 4500, 340, 14),
     decode=_Passes(80, 100, 430, 115),
+    own_code=0,
+    experts=0,
     launches_of_token=8,
     launches_of_call=2000,
     links={"memory": 8e9, "broadcast": 2e9, "folder": 9e8},
@@ -287,14 +296,18 @@ def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) 
     head = 2 * shape.hidden_size * shape.vocab_size / tp
     one = per_token * (1 + shape.attention_cost * context) + head
     steps = num_waves * response
-    decode = costs.decode._replace(launches_of_layer=costs.decode.launches_of_layer + (2 if tp > 1 else 0))  # and sums
-    read = config.num_examples / num_copies * prompt
+    launches = costs.decode.launches_of_layer + (2 if tp > 1 else 0)  # and sums
+    if config.rollout.engine == "native":
+        launches += 0 if FAMILIES[shape.model_type].is_plain and not config.model.lora and tp == 1 else costs.own_code
+        launches += costs.experts if shape.model_type in MIXTURES else 0
+    decode = costs.decode._replace(launches_of_layer=launches)
+    read, weights = config.num_examples / num_copies * prompt, shape.num_parameters - shape.num_idle(at_once)
     beside = pace.beside(decode, shape, steps, at_once)
     prompts = pace.beside(costs.forward, shape, num_waves, read / num_waves)
     return {
         "arithmetic": read * per_token / (costs.prefill * pace.peak(shape, read / num_waves))
         + steps * at_once * one / (costs.decoding * pace.peak(shape, at_once)),
-        "reading weights": steps * shape.num_parameters / tp * size / (costs.weights * device.bandwidth),
+        "reading weights": steps * weights / tp * size / (costs.weights * device.bandwidth),
         "reading the cache": steps * at_once * context * cached / (costs.cache * device.bandwidth),
         "drawing tokens": steps * at_once * costs.launches_of_token * device.launch_s,
         "calls": pace.calls(costs.decode, 1),

@@ -132,7 +132,17 @@ def test_all_of_it_runs_tiny_on_a_cpu_without_ray(tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     kinds = {part["part"]: part["rows"] for part in report["parts"]}
     updates = {f"update-tiny-{what}" for what in ("checkpoint", "keep", "any-order", "ragged")}
-    assert kinds.keys() == {"gpu", "parity", "kernels", "prefill", "run", "rollouts-tiny", *updates}
+    assert kinds.keys() == {
+        "gpu",
+        "parity",
+        "kernels",
+        "prefill",
+        "run",
+        "rollouts-tiny",
+        "rollouts-adapters",
+        "rollouts-experts",
+        *updates,
+    }
     assert all(part["status"] == "right" and part["rows"] for part in report["parts"])
     assert kinds["gpu"][0]["failed"] == 0
     assert kinds["update-tiny-keep"][0]["peak_gib"] is None

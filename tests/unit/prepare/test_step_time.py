@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,39 @@ def test_decoding_is_within_a_quarter_of_what_an_h200_was_measured_to_do(num_pro
     time = planned(*lengths, f"rollout={{num_prompts: {num_prompts}, group_size: 8}}")
     expected = 8 * num_prompts * 256 / tokens_per_s
     assert phase(time, "rollout").most_s == pytest.approx(expected, rel=0.25)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+"""Four layers of Qwen3-30B-A3B."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_prompts", "tokens_per_s"),
+    [("adapters", 1, 2_293), ("adapters", 8, 11_348), ("experts", 1, 4_091), ("experts", 8, 15_706)],
+)
+def test_captured_decoding_is_within_a_quarter_of_what_an_h100_was_measured_to_do(
+    tmp_path: Path, kind: str, num_prompts: int, tokens_per_s: float
+):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    what = "model.lora.rank=16" if kind == "adapters" else f"model.path={tmp_path}"
+    lengths = ("data.max_prompt_tokens=256", "rollout.max_response_tokens=128", "actor.num_mini_batches=1")
+    rows = f"rollout={{engine: native, num_prompts: {num_prompts}, group_size: 8}}"
+    rollout = phase(planned(*lengths, what, rows, on="H100"), "rollout")
+    assert rollout.most_s == pytest.approx(8 * num_prompts * 128 / tokens_per_s, rel=0.25)
 
 
 def test_an_update_is_within_a_quarter_of_what_an_h100_was_measured_to_do():

@@ -84,6 +84,10 @@ class Experts(PerToken):
         beside = self.hidden_size * (3 * self.shared_size + self.gates_shared)
         return self.num_experts * (expert + of_router) + beside
 
+    def num_idle(self, num_tokens: int) -> float:
+        is_idle = (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return is_idle * self.num_experts * 3 * self.size * self.hidden_size
+
     @property
     def shared_by_tp(self) -> Mapping[str, int]:
         beside = {"columns of the MLP beside experts": self.shared_size} if self.shared_size else {}

@@ -68,6 +68,11 @@ class Kind(abc.ABC):
         """Weights that every rank of `tp` has whole, beside small ones."""
         return 0
 
+    def num_idle(self, num_tokens: int) -> float:
+        """Return how many weights a pass of so many tokens does not read, on average."""
+        del num_tokens
+        return 0.0
+
     @property
     def shared_by_tp(self) -> Mapping[str, int]:
         """Parts that ranks of `tp` share equally -> how many there are."""

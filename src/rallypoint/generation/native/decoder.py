@@ -26,7 +26,7 @@ from rallypoint.models.head import logit_softcap, soft_capped
 from rallypoint.models.kinds.linear_attention import DeltaRows
 from rallypoint.models.layers import joined
 from rallypoint.models.norm import RMSNorm
-from rallypoint.models.tensor_parallel import whole_logits
+from rallypoint.models.tensor_parallel import peers_of, whole_logits
 
 _ROWS_BY_COLUMNS, _WIDTH_BY_COLUMNS = 32, 512
 """Least rows and width of states for products on a CPU in bfloat16 to be computed as weights times states. What stands
@@ -187,6 +187,15 @@ class Decoder:
     def is_recurrent(self) -> bool:
         """Whether it has layers of linear attention."""
         return is_recurrent(self.model)
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether a step of decoding is all that a pass does: nobody records it, and no state or rank waits for it.
+
+        Code of a model that looks at numbers cannot be captured, which capturing finds out.
+        """
+        is_known = type(self.model).__module__.startswith("transformers.")
+        return is_known and not self.is_recurrent and peers_of(self.model).size == 1
 
     @property
     def network(self) -> Network | None:

@@ -33,6 +33,11 @@ class RecordingDecoder(Decoder):
                 f"expected a mixture of type {', '.join(MIXTURES)}"
             )
 
+    @property
+    def may_be_captured(self) -> bool:
+        """See `Decoder`: what routers choose is kept on the host."""
+        return False
+
     def __call__(self, rows: DecoderRows) -> Tensor:
         """See `Decoder`."""
         with recorded(self._routers) as chosen:

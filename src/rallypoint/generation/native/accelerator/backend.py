@@ -65,9 +65,8 @@ class AcceleratorBackend:
             return
         device = shapes.like.device
         self._kernel = find_kernel(device, shapes.like.dtype, lambda kernel: is_right(kernel, shapes))
-        # Only what launches the same kernels in every step: a model's own code may look at numbers.
-        may_capture = self.decoder.is_plain and self.decoder.plain_head is not None
-        self._graphs = GraphRunner(self._logits, (self._capture or captures_on(device)) if may_capture else None)
+        capture = (self._capture or captures_on(device)) if self.decoder.may_be_captured else None
+        self._graphs = GraphRunner(self._logits, capture)
         self._weights = [*self.decoder.model.parameters(), *self.decoder.model.buffers()]
 
     def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:

@@ -9,17 +9,22 @@ import weakref
 
 import pytest
 import torch
+from accelerator_forms import accelerator_forms
 from recorded import NoLooks, Tapes
 from tiny_families import make_family_model
 from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rallypoint.config import LoRAConfig
 from rallypoint.generation import NativeEngine, Request, SamplingMetadata, SamplingParams, generate, stream
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.block_manager import AttentionMetadata, Block, BlockManager
+from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache
+from rallypoint.generation.native.recording_decoder import RecordingDecoder
 from rallypoint.model_files import load_policy
 
+CPU = torch.device("cpu")
 LENGTHS = [3, 9, 1, 40, 5, 33]
 FAMILIES = ["gemma2", "llama", "qwen3", "gpt_oss"]
 WAYS = {
@@ -132,6 +137,33 @@ def test_replayed_steps_draw_what_steps_draw(plain, way, is_mixed):
         found.append([torch.stack(drawn) for drawn in zip(*draws, strict=True)])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert (len(tapes.made), tapes.num_replays) == (1, 2 + 14)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"), [("gemma2", None), ("gpt_oss", None), ("deepseek_v3", None), ("qwen3", LoRAConfig(rank=2))]
+)
+@torch.no_grad()
+def test_steps_through_code_of_its_own_are_replayed_too(tmp_path, family, lora):
+    """Windows, sinks, experts and latents, in the form of accelerators; and adapters."""
+    model = load_policy(make_family_model(tmp_path, family), dtype="float32", lora=lora).model
+    sampling, found, tapes = SamplingMetadata.of([SamplingParams(max_new_tokens=9)] * 3, CPU), [], Tapes()
+    with accelerator_forms():
+        for capture in (None, tapes):
+            backend = AcceleratorBackend(model, capture)
+            layout = some_rows(backend)
+            assert not backend.decoder.is_plain
+            draws = [
+                draw for part in some_numbers(6).split(3) for draw in backend.decode_steps([layout], sampling, part)
+            ]
+            found.append([torch.stack(drawn) for drawn in zip(*draws, strict=True)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert (len(tapes.made), tapes.num_replays) == (1, 2 + 5)
+
+
+@pytest.mark.parametrize(("decoder", "family"), [(Decoder, "qwen3_next"), (RecordingDecoder, "qwen3_moe")])
+def test_steps_that_leave_something_beside_their_tokens_are_not_captured(tmp_path, decoder, family):
+    model = load_policy(make_family_model(tmp_path, family), dtype="float32").model
+    assert not decoder(model).may_be_captured
 
 
 def test_what_was_captured_serves_later_rows(plain, make_prompts, params):
