@@ -27,6 +27,8 @@ OURS = {
 }
 TORCHS = {"torch, from memory": "cpu", "torch, from the meta device": "meta"}
 """Where the model is before its weights come."""
+BY_TORCH = "by torch"
+"""File that asks for torch's ways instead of ours."""
 
 
 def load_torch(folder: str, rank: int, device: str) -> dict[str, Tensor]:
@@ -74,7 +76,8 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)  # torch's way wants one
     rendezvous, found = open_meeting(folder), {}
-    for name, (axis, dtype, frozen) in OURS.items():
+    by_torch = (folder / BY_TORCH).exists()
+    for name, (axis, dtype, frozen) in OURS.items() if not by_torch else ():
         mesh = DeviceMesh.connect(rendezvous, name, rank, {axis: NUM_RANKS}, timeout_s=120)
 
         def load(path, mesh=mesh, dtype=dtype, frozen=frozen):
@@ -84,7 +87,7 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
         if axis == "dp_shard":
             found[name]["right"] = are_rows(tensors, model_folder, rank)
         del tensors
-    for name, device in TORCHS.items():
+    for name, device in TORCHS.items() if by_torch else ():
         tensors, found[name] = measure(lambda path, device=device: load_torch(path, rank, device), model_folder)
         found[name]["right"] = are_rows(tensors, model_folder, rank)
         del tensors

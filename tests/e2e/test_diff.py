@@ -38,7 +38,7 @@ def start(runs, own, name, *more, data="train.jsonl", function="plain", model="m
         f"reward.function={own / 'rewards.py'}:{function}",
         "data.max_prompt_tokens=8",
         "data.shuffle=false",
-        "trainer.num_steps=3",
+        "trainer.num_steps=2",
     )
     tiny = [o for o in runs.overrides(name, "recipe=grpo") if not o.startswith(("model.create", "data.generate"))]
     return runs.run_with("grpo", [*tiny, *keys, *INLINE, *more]).path
@@ -56,16 +56,16 @@ def compared(first, other):
 
 def test_the_same_run_again_is_equal_and_a_resumed_one_is(runs, own, first):
     flat = "actor.optimizer.warmup_ratio=0"  # a schedule follows trainer.num_steps
-    again = start(runs, own, "again", "trainer.num_steps=2", flat, "checkpoint.every_steps=1")
+    again = start(runs, own, "again", "trainer.num_steps=1", flat, "checkpoint.every_steps=1")
     found, _ = compared(first, start(runs, own, "other", "checkpoint.every_steps=1"))
-    assert (found.first, found.config, found.num_compared) == (None, [], 3)
+    assert (found.first, found.config, found.num_compared) == (None, [], 2)
     assert {one.key for one in found.free} == {"trainer.name", "trainer.runs_dir", "checkpoint.every_steps"}
-    runs.resume("again", "trainer.num_steps=3")
+    runs.resume("again", "trainer.num_steps=2")
     whole = start(runs, own, "whole", flat)
     found, _ = compared(again, whole)
-    assert (found.first, found.num_compared) == (None, 3), "a resume goes on with the same bits"
+    assert (found.first, found.num_compared) == (None, 2), "a resume goes on with the same bits"
     result = CliRunner().invoke(app, ["diff", str(again), str(whole)])
-    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "equal in the 3 steps that both have done")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "equal in the 2 steps that both have done")
 
 
 PLANTS = {
@@ -85,8 +85,8 @@ ONE_UPDATE = "actor.num_mini_batches=1"
 
 def test_weights_that_part_where_all_before_is_equal_are_named_where_they_are_published(runs, own):
     """With one update a step, its gradients do not depend on its learning rate, but what is published does."""
-    one = start(runs, own, "one", ONE_UPDATE, "actor.optimizer.warmup_ratio=0", "trainer.num_steps=2")
-    other = start(runs, own, "other", ONE_UPDATE, "actor.optimizer={lr: 4e-3, warmup_ratio: 0}", "trainer.num_steps=2")
+    one = start(runs, own, "one", ONE_UPDATE, "actor.optimizer.warmup_ratio=0")
+    other = start(runs, own, "other", ONE_UPDATE, "actor.optimizer={lr: 4e-3, warmup_ratio: 0}")
     found, where = compared(one, other)
     assert where == "1 published weights", found
     said = CliRunner().invoke(app, ["diff", str(one), str(other)])
