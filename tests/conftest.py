@@ -122,10 +122,13 @@ class WithDoctests:
 def pytest_configure(config):
     for plugin in (CheckedShapes(), WithDoctests()):  # as hooks of this file are not asked about src
         config.pluginmanager.register(plugin)
+    server = importlib.import_module("fork_server")
+    server.fork_context()
     if config.getoption("numprocesses", None):  # this process starts those that test, and collects none
         gc.enable()
         compile_tests(config)
         importlib.import_module("ray_forks").share()
+        server.share()
 
 
 def compile_tests(config):

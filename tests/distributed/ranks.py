@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from forks import fork_context
+from fork_server import fork_context
 from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous

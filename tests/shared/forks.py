@@ -1,8 +1,7 @@
-"""Processes that are forked from one that has imported torch, transformers and rallypoint, which takes seconds."""
+"""Programs and commands in processes that are forked, see `fork_server`."""
 
 import atexit
 import fcntl
-import multiprocessing
 import os
 import select
 import signal
@@ -12,19 +11,12 @@ import tempfile
 import termios
 import time
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from fork_server import fork_context
 from ray_forks import forked_workers
 
 from rallypoint.cli.main import run
-
-
-def fork_context() -> ForkServerContext:
-    """Return what makes such processes. The process that they come from is started with the first of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rallypoint.recipes.loop", "rallypoint.library.launch", "frozen"])
-    return context
 
 
 def run_forked(

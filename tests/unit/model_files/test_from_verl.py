@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import fork_context
+from fork_server import fork_context
 from safetensors.torch import load_file
 from tiny_models import make_tiny_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
