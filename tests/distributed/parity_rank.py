@@ -49,11 +49,16 @@ MESHES: dict[str, dict[str, int]] = {
     "dp2 x shard2": {"dp_replicate": 2, "dp_shard": 2},
     "tp2": {"tp": 2},
     "sp2": {"sp": 2},
+    "cp2": {"cp": 2},
+    "cp4": {"cp": 4},
     "dp2 x tp2": {"dp_replicate": 2, "tp": 2},
     "dp2 x sp2": {"dp_replicate": 2, "sp": 2},
     "shard2 x tp2": {"dp_shard": 2, "tp": 2},
     "shard2 x sp2": {"dp_shard": 2, "sp": 2},
     "sp2 x tp2": {"sp": 2, "tp": 2},
+    "shard2 x cp2": {"dp_shard": 2, "cp": 2},
+    "cp2 x sp2": {"cp": 2, "sp": 2},
+    "cp2 x tp2": {"cp": 2, "tp": 2},
 }
 EXPERT_MESHES: dict[str, dict[str, int]] = {
     "ep2": {"ep": 2},
@@ -92,6 +97,7 @@ OF_FAMILIES = (
     ("tp2", "packed", "many"),
     ("sp2", "packed", "many"),
     ("sp2", "padded", "one micro-batch"),
+    ("cp4", "packed", "many"),
 )
 """The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
 OF_LOSSES = (
@@ -162,7 +168,7 @@ def pairwise() -> Iterator[tuple[str, ...]]:
     >>> two_columns = itertools.combinations((MESHES, *COLUMNS), 2)
     >>> wanted = {pair for columns in two_columns for pair in itertools.product(*columns)}
     >>> len(cells), wanted <= {pair for cell in cells for pair in itertools.combinations(cell, 2)}
-    (26, True)
+    (36, True)
     """
     for place, mesh in enumerate(MESHES):
         for flipped in (0, 1):

@@ -59,14 +59,14 @@ def error_of(folder: Path, case: Case) -> dict[str, float]:
     expected = safetensors.torch.load_file(folder / f"{base}, 0.safetensors")
     grid = Mesh({axis: ALL_MESHES[case.mesh].get(axis, 1) for axis in AXES})
     ranks = [safetensors.torch.load_file(folder / f"{case}, {rank}.safetensors") for rank in range(grid.size)]
-    # Each data-parallel part has a loss of its own; its sp and tp peers know the same one.
+    # Each data-parallel part has a loss of its own; its cp, sp and tp peers know the same one.
     found = {**ranks[0], "loss": torch.stack([ranks[rank]["loss"] for rank in grid.leaders]).sum()}
     for rank, got in enumerate(ranks):
         held = [name for name in got if name.startswith("held/")]
         experts = [name for name in held if ".experts." in name]
         for axes, copies in {
-            ("dp_replicate", "sp"): experts,
-            ("dp_replicate", "ep", "sp"): {*held} - {*experts},
+            ("dp_replicate", "cp", "sp"): experts,
+            ("dp_replicate", "ep", "cp", "sp"): {*held} - {*experts},
         }.items():
             place = grid.coordinates(rank) | dict.fromkeys(axes, 0)
             first = next(other for other in range(grid.size) if grid.coordinates(other) == place)

@@ -60,7 +60,10 @@ def expected(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("expected")).run("one process", INLINE, ONE, HEADS, CORRECTED)
 
 
-@pytest.mark.parametrize("size", ["tp=2", "sp=2", pytest.param(None, marks=pytest.mark.slow)])  # rows: on Ray, below
+@pytest.mark.parametrize(
+    "size",
+    ["tp=2", "sp=2", "cp=2", pytest.param(None, marks=pytest.mark.slow)],  # rows: on Ray, below
+)
 def test_threads_that_share_matrices_tokens_or_rows_train_and_measure_as_one_process(runs, expected, size):
     run = runs.run("mesh", INLINE, TWO, HEADS, CORRECTED, *(meshes(size) if size else ()))
     assert_close(final_weights(run), final_weights(expected))

@@ -89,6 +89,39 @@ class Mirror:
         return [parts[0], parts[0]]
 
 
+class Elsewhere(Mirror):
+    """Two ranks, of which the other gives zeros, as many as this one expects."""
+
+    def all_gather(self, tensor, sizes):
+        return [tensor.new_zeros(size, *tensor.shape[1:]) for size in sizes]
+
+    def trade(self, tensor, given, taken):
+        return tensor.new_zeros(sum(taken), *tensor.shape[1:])
+
+
+def test_ranks_that_share_tokens_by_keys_and_values_wait_for_nothing_in_a_layer(pretend, tmp_path):
+    counted = []
+    for num_layers in (2, 4):
+        folder = make_tiny_model(tmp_path / str(num_layers), num_layers=num_layers)
+        mesh = dataclasses.replace(DeviceMesh.solo(), cp=Elsewhere(), tokens=Elsewhere(), replicas=Elsewhere())
+        shard = ModelShard.whole(load_policy(folder, dtype="float32", device=DEVICE).model, mesh)
+        engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW)
+        for num in (4, 4, 8):
+            pretend.reset()
+            engine.train(
+                rows(num),
+                lambda part, at, shard=shard: (policy_outputs(shard, part, at, 1.0).logprobs.sum(), Metrics()),
+                denominator=1.0,
+                step=1,
+                num_steps=2,
+            )
+            counted.append((pretend.syncs.copy(), pretend.copies["to the device"]))
+    waits, copies = zip(*counted, strict=True)
+    assert waits[1] == waits[2] == waits[4] == waits[5] == {"copy to the host": 1, "item": 1}
+    # Indices are those of a micro-batch, whatever the number of its layers.
+    assert copies[2] - copies[1] == copies[5] - copies[4]
+
+
 OF_EXPERTS = LoRAConfig(rank=3, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 
 

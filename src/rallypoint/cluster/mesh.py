@@ -12,7 +12,7 @@ class Mesh:
     """Ranks as the cells of a grid; the last axis varies fastest, as in torch's DeviceMesh.
 
     A batch is split over `ep` and the axes whose names begin with "dp". The ranks that differ on other axes only
-    (`tp`, `sp`) are peers: they get the same part, and the one at 0 on all of those axes, their leader,
+    (`tp`, `sp`, `cp`) are peers: they get the same part, and the one at 0 on all of those axes, their leader,
     answers for them.
 
     >>> mesh = Mesh({"dp": 2, "tp": 2})

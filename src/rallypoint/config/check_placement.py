@@ -211,7 +211,12 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
     elif misfit := misfit_of(mesh.ep, shape.shared_by_ep(mesh.tp)):
         yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
     elif misfit := misfit_of(mesh.sp, shape.shared_by_sp(mesh.tp)):
-        yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}")
+        other = f", or {role}.mesh.cp, which may be any number" if not shape.shared_by_cp(mesh.tp) else ""
+        yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}{other}")
+    elif misfit := misfit_of(mesh.cp * mesh.sp, shape.shared_by_cp(mesh.tp)):
+        axes = [axis for axis, size in (("cp", mesh.cp), ("sp", mesh.sp)) if size > 1]
+        names = tuple(f"{role}.mesh.{axis}" for axis in (*axes, "tp"))
+        yield Problem(names, f"{role}.mesh.{' x '.join(axes)}={misfit}")
 
 
 def _routers(config: RunConfig) -> Iterator[Problem]:

@@ -86,6 +86,10 @@ class ModelShape:
         """Return likewise what ranks of `sp` share of a rank of `tp`."""
         return {what: num for kind in self.kinds for what, num in kind.shared_by_sp(tp).items()}
 
+    def shared_by_cp(self, tp: int) -> dict[str, int]:
+        """Return likewise what ranks of `cp` and `sp` share of it together."""
+        return {what: num for kind in self.kinds for what, num in kind.shared_by_cp(tp).items()}
+
     def shared_by_ep(self, tp: int) -> dict[str, int]:
         """Return likewise what ranks of `ep` share of a rank of `tp`."""
         return {what: num for kind in self.kinds for what, num in kind.shared_by_ep(tp).items()}
@@ -212,6 +216,10 @@ class ModelShape:
         """Return the most that exists of a token of a row meanwhile; see `Mixer.folded_bytes`."""
         return max(mixer.folded_bytes(size, num_scores, num_block_scores) for mixer in self.mixers)
 
+    def borrowed_bytes(self, size: int) -> int:
+        """Return what a layer needs of a token of another rank: its key and its value."""
+        return max(mixer.cached_bytes(size) for mixer in self.mixers)
+
     def _position_bytes(self, size: int) -> int:
         return max(mixer.position_bytes(size) for mixer in self.mixers)
 
@@ -314,7 +322,7 @@ def misfit_of(num_ranks: int, sizes: Mapping[str, int]) -> str | None:
     '3 does not divide 8 key/value heads; choose 1 or 2'
 
     Args:
-        num_ranks: ranks that share the model, along tp or sp.
+        num_ranks: ranks that share the model.
         sizes: parts that they share equally -> how many there are.
     """
     left_over = [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]

@@ -350,7 +350,7 @@ class RunConfig(Section):
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
         meshes = (self.actor.mesh, self.reference.mesh or MeshConfig())
-        alone = all(mesh.dp_shard == mesh.ep == mesh.sp == mesh.tp == 1 for mesh in meshes)
+        alone = all(mesh.dp_shard == mesh.ep == mesh.cp == mesh.sp == mesh.tp == 1 for mesh in meshes)
         wanted = bool(self.model.lora and self.kl) and not self.engine.sleep
         return wanted and alone and self._lives_with_actor("reference")
 
@@ -375,7 +375,7 @@ class RunConfig(Section):
             "rollout": MeshConfig(tp=1 if self.rollout.engine == "vllm" else self.rollout.mesh.tp),
         }
         mesh = sections.get(role, MeshConfig())
-        inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "sp": mesh.sp, "tp": mesh.tp}
+        inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
         return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
 
     def num_parts(self, role: RoleName) -> int:

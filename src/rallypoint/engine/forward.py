@@ -13,21 +13,14 @@ t), so what a pass computes at `source = target - 1` is stored at `target`.
 
 The last token of a row chooses nothing and stays out, unless a reward model asks for its state. What the rows of a
 group begin with is computed once. Filler takes the place of tokens that stay out where that saves time (`cpu.onednn`).
-Ranks along `sp` share a stream (Ulysses, arXiv 2309.14509): each has a slice of its tokens, and answers for what these
-choose. All but attention is computed token by token; attention over whole rows, by each rank for some of the heads. All
-ranks of the group call with the same stream and the same positions.
-
-    before attention        tokens 0 1 2 | 3 4 5        every rank has some tokens, with all heads
-    exchange (all-to-all)   heads  0 1   | 2 3          every rank has some heads, of all tokens
-    exchange back           tokens 0 1 2 | 3 4 5
+Ranks along `cp` and `sp` share a stream (see `models.cut_rows`): each has some of its tokens, and answers for what
+these choose. All of them call with the same stream and the same positions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +29,14 @@ from torch.nn import functional
 from rallypoint.algorithms import TokenOutputs
 from rallypoint.cpu.onednn import filled_up
 from rallypoint.errors import ModelError
-from rallypoint.models import ModelShard, PackedRows, SharedPrefixes, lm_head, value_head
+from rallypoint.models import CutRows, Dealt, ModelShard, PackedRows, SharedPrefixes, TokenSlice, lm_head, value_head
 from rallypoint.models.head import head_outputs, likeliest, logit_softcap
-from rallypoint.models.kinds.linear_attention import DeltaInputs, recall_over_ranks
 from rallypoint.models.prefix import pick
-from rallypoint.models.products import NO_LIMITS, Limits
 from rallypoint.models.tensor_parallel import (
     VocabParallelLinear,
     vocab_parallel_likeliest,
     vocab_parallel_outputs,
 )
-from rallypoint.parallel import Collective, exchange_for_columns, exchange_for_rows, gather_rows
 from rallypoint.parallel.transfer import sent
 from rallypoint.types import PolicySequences, Sequences
 
@@ -99,26 +89,28 @@ class TokenStream:
         """Lay the stream out.
 
         Args:
-            shard: the model, on its device; ranks along `sp` have the same rows and positions.
+            shard: the model, on its device; ranks along `cp` and `sp` have the same rows and positions.
             batch: the rows.
             positions: [N] int64, rising: positions of the tokens in question.
             asked: which tokens pass through, and whose states are returned: by default those that chose the tokens in
                 question; with `whole_rows` their own.
         """
-        self._model, sp = shard.model, shard.mesh.sp
+        self._model, mesh = shard.model, shard.mesh
         self._most = batch.num_tokens
         offsets, tokens, sources = asked(batch, positions)
         experts = _experts_of(batch)
         shared = SharedPrefixes.of(offsets, tokens, batch.prompt_index, experts)
+        dealt = Dealt.of(offsets, shared, self._size(len(shared.kept)), mesh)
+        shared = dealt.shared
         tokens, sources = tokens[shared.kept], shared.place[sources]
         # What rows share stands in the first of them, so that a slice's share of the positions is not in one piece.
         self._order = sources.argsort(stable=True)
         self._from_order = sent(self._order.argsort(), self._model.device)
         sources = sources[self._order]
-        self._part = TokenSlice.of(self._size(len(tokens)), sources, sp)
-        num_filler = sum(self._part.num_tokens) - len(tokens)
+        self._part = TokenSlice.of(dealt.blocks, sources, mesh)
+        num_filler = sum(dealt.blocks) - len(tokens)
         rows = PackedRows(offsets, self._model.device, shared, num_filler=num_filler)
-        self._rows = rows if sp.size == 1 else SequenceParallelRows(rows, self._part)
+        self._rows = rows if mesh.tokens.size == 1 else CutRows(rows, offsets, dealt, self._part)
         # What is not finite in the embedding of a token that is nowhere stays out of gradients.
         filler = tokens[-1:].expand(num_filler) if len(tokens) else tokens.new_zeros(num_filler)
         self._tokens = torch.cat([tokens, filler])[self._part.tokens]
@@ -182,7 +174,7 @@ def policy_outputs(
 ) -> TokenOutputs:
     """Return logprobs and entropies of the tokens at some positions, at a sampling temperature.
 
-    The ranks along `sp` share the work, and each returns all numbers.
+    The ranks along `cp` and `sp` share the work, and each returns all numbers.
 
     Args:
         shard: the model.
@@ -238,7 +230,7 @@ def _product(shard: ModelShard) -> nn.Linear:
 def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Return the value of the state in which each token was chosen: [N] float32 (float64 of a float64 model).
 
-    The ranks along `sp` share the work, and each returns all numbers.
+    The ranks along `cp` and `sp` share the work, and each returns all numbers.
     """
     stream = TokenStream(shard, batch, positions)
     return stream.join(_one_number(shard, stream.states()))
@@ -275,7 +267,7 @@ def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
 def reward_scores(shard: ModelShard, batch: Sequences, positions: Tensor) -> Tensor:
     """Return a reward model's score of rows up to and with the token at each position: [N], as `critic_values`.
 
-    The ranks along `sp` share the work, and each returns all numbers.
+    The ranks along `cp` and `sp` share the work, and each returns all numbers.
     """
     stream = TokenStream(shard, batch, positions, whole_rows)
     return stream.join(_one_number(shard, stream.states()))
@@ -291,96 +283,3 @@ def _one_number(shard: ModelShard, states: Tensor) -> Tensor:
         return head(states).to(exact).squeeze(-1)
     bias = None if head.bias is None else head.bias.to(exact)
     return functional.linear(states.to(exact), head.weight.to(exact), bias).squeeze(-1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenSlice:
-    """The tokens of a packed stream that one rank computes, and the positions that are predicted at these tokens.
-
-    The hidden state of a token predicts the next one (see `engine.forward`): with two ranks and a stream of six
-    tokens, positions 4 and 5 belong to the second rank, which has tokens 3 and 4.
-
-    Every rank has a token, because transformers cannot compute none: a stream shorter than the number of ranks is
-    filled up to it.
-    """
-
-    sp: Collective
-    num_tokens: tuple[int, ...]
-    """Tokens of every rank, filler included; they differ by at most one."""
-    num_positions: tuple[int, ...]
-    """Positions of every rank."""
-
-    @classmethod
-    def of(cls, num_tokens: int, sources: Tensor, sp: Collective) -> TokenSlice:
-        """Return the slice of this rank.
-
-        Args:
-            num_tokens: tokens of the whole stream, without filler.
-            sources: [N] int64, ascending: for each position, the token at which it is predicted.
-            sp: the ranks that share the stream.
-        """
-        num_tokens = max(num_tokens, sp.size)
-        sizes = tuple(num_tokens // sp.size + (rank < num_tokens % sp.size) for rank in range(sp.size))
-        borders = torch.tensor([0, *itertools.accumulate(sizes)])
-        found = torch.searchsorted(sources, borders).tolist()
-        return cls(sp, sizes, tuple(stop - start for start, stop in itertools.pairwise(found)))
-
-    @property
-    def tokens(self) -> slice:
-        """This rank's tokens in the stream."""
-        return _part(self.num_tokens, self.sp.rank)
-
-    @property
-    def positions(self) -> slice:
-        """This rank's positions among all of them."""
-        return _part(self.num_positions, self.sp.rank)
-
-    def join(self, outputs: Tensor) -> Tensor:
-        """Gather the outputs of all positions, [N, ...]; backward, each rank gets the gradient of its own."""
-        return gather_rows(outputs, self.sp, self.num_positions)
-
-
-class SequenceParallelRows:
-    """Packed rows whose tokens are split over ranks; see `Rows`, whose T is the number of this rank's tokens."""
-
-    def __init__(self, rows: PackedRows, part: TokenSlice) -> None:
-        """Take the rows of the whole stream, and this rank's slice of it."""
-        self._rows, self._part = rows, part
-        self.position_ids = rows.position_ids[:, part.tokens]
-
-    @property
-    def token_weights(self) -> Tensor:
-        """See `PackedRows.token_weights`, of this rank's tokens."""
-        return self._rows.token_weights[self._part.tokens]
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits = NO_LIMITS
-    ) -> Tensor:
-        """See `Rows.attend`.
-
-        Raises:
-            ValueError: the heads do not divide by the number of ranks.
-        """
-        sp, sizes = self._part.sp, self._part.num_tokens
-        if query.shape[1] % sp.size:
-            raise ValueError(f"sp={sp.size} does not divide {query.shape[1]} attention heads")
-        # Key/value heads are repeated just enough to be divisible; each still serves whole query heads.
-        repeats = math.lcm(key.shape[1], sp.size) // key.shape[1]
-        if repeats > 1:
-            key, value = (states.repeat_interleave(repeats, 1) for states in (key, value))
-        shares = [states.unflatten(1, (sp.size, -1)) for states in (query, key, value)]
-        num_heads = [share.shape[2] for share in shares]
-        query, key, value = exchange_for_columns(torch.cat(shares, 2), sp, sizes).split(num_heads, 1)
-        if limits.sinks is not None:  # their gradient is a sum over ranks, as that of all weights
-            limits = dataclasses.replace(limits, sinks=limits.sinks.chunk(sp.size)[sp.rank])
-        out = self._rows.attend(layer, query, key, value, scaling, limits)
-        return exchange_for_rows(out, sp, sizes).flatten(1, 2)
-
-    def recall(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """See `DeltaRows.recall`."""
-        return recall_over_ranks(self._rows, layer, inputs, self._part.sp, self._part.num_tokens)
-
-
-def _part(sizes: Sequence[int], rank: int) -> slice:
-    start = sum(sizes[:rank])
-    return slice(start, start + sizes[rank])

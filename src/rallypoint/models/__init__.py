@@ -4,6 +4,7 @@ Must not know: files, optimizers, roles, losses.
 """
 
 from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
+from rallypoint.models.cut_rows import CutRows, Dealt, TokenSlice
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.kinds.load_balancing import BiasUpdate, LoadBalancing
 from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, twin
@@ -16,12 +17,15 @@ __all__ = [
     "MAKING",
     "AttentionRows",
     "BiasUpdate",
+    "CutRows",
+    "Dealt",
     "LoRALinear",
     "LoadBalancing",
     "ModelShard",
     "PackedRows",
     "Part",
     "SharedPrefixes",
+    "TokenSlice",
     "adapt_alike",
     "adapted_layers",
     "gather",

@@ -7,6 +7,7 @@ model code is changed, and no padding leaves this file.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -105,7 +106,8 @@ class PackedRows:
     Where one call computes all of them it does (see `varlen`). Elsewhere, and in float32, rows are computed in
     classes of similar length (the same power of two), padded to the longest of their class inside this file and
     `slots` only. Tokens that rows share are in the stream once: every row reads their keys and values, and their output
-    is that of the first row. Filler tokens behind the last row see nothing.
+    is that of the first row. Filler tokens behind the last row see nothing. Queries may be fewer than keys: then they
+    are the last tokens of each row (`SharedPrefixes.asked`).
     """
 
     def __init__(
@@ -124,11 +126,6 @@ class PackedRows:
             shared: the tokens of the rows that are in the stream; None for all.
             num_filler: number of tokens behind the last row.
         """
-        lengths = offsets[1:] - offsets[:-1]
-        position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
-        if shared is not None:
-            position_ids = position_ids[shared.kept]
-        self.position_ids = sent(functional.pad(position_ids, (0, num_filler)), device).unsqueeze(0)
         self._layout = offsets, device, shared
         self._num_filler = num_filler
         # Layers of one kind share these; the first of them makes them.
@@ -154,11 +151,9 @@ class PackedRows:
         by_products = [shape for shape in self._slots.rectangles if _suits_products(shape.longest, query, limits)]
         others = self._slots.rectangles[len(by_products) :]
         of_query, of_key = self._folds_of(by_products, others, kv_heads, share, query)
-        folded = [Folded.apply(query, of_query), Folded.apply(key, of_key), Folded.apply(value, of_key)]
-        sizes = [sum(shape.num_slots for shape in by_products), *(shape.num_slots for shape in others)]
         parts = [
-            states.split([size * (len(states) // sum(sizes)) for size in sizes]) if others else (states,)
-            for states in folded
+            _parted(Folded.apply(states, fold), [size(by_products), *(size([shape]) for shape in others)])
+            for states, fold, size in ((query, of_query, _queries), (key, of_key, _slots), (value, of_key, _slots))
         ]
         first, *rest = zip(*parts, strict=True)
         outs = [
@@ -184,6 +179,15 @@ class PackedRows:
             return self._row_scan.run(kernel, inputs, self._recurrence)
         return self._recurrence.run(inputs, self._recurrence.blank(inputs))[0]
 
+    @functools.cached_property
+    def position_ids(self) -> Tensor:
+        """[1, T] int64: where each token of the stream is in its row."""
+        offsets, device, shared = self._layout
+        position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())
+        if shared is not None:
+            position_ids = position_ids[shared.kept]
+        return sent(functional.pad(position_ids, (0, self._num_filler)), device).unsqueeze(0)
+
     @property
     def token_weights(self) -> Tensor:
         """[T] float64: how many tokens of the rows each of the stream stands for; 0 for filler."""
@@ -200,7 +204,9 @@ class PackedRows:
 
     def _laid_out(self) -> Slots:
         offsets, _, shared = self._layout
-        return Slots(offsets, _length_classes(offsets.diff()), shared, self._num_filler)
+        lengths = offsets.diff()
+        asking = None if shared is None or shared.asked is None else shared.num_kept(offsets)
+        return Slots(offsets, _length_classes(lengths, asking), shared, self._num_filler)
 
     def _folds_of(
         self, by_products: Sequence[PaddedRows], others: Sequence[PaddedRows], kv_heads: int, share: int, like: Tensor
@@ -218,21 +224,48 @@ class PackedRows:
         kind = (kv_heads, share, window)
         if kind not in self._batches:
             self._batches[kind] = [
-                SequenceBatch(shape.num_rows * kv_heads, shape.longest, cut_blocks(shape.longest, share, window, like))
+                SequenceBatch(
+                    shape.num_rows * kv_heads,
+                    shape.longest,
+                    cut_blocks(shape.longest, share, window, like, shape.first),
+                )
                 for shape in rectangles
             ]
         return self._batches[kind]
 
 
-def _length_classes(lengths: Tensor) -> list[Tensor]:
+def _parted(states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return folded states of so many slots each."""
+    return states.split([size * (len(states) // sum(sizes)) for size in sizes]) if len(sizes) > 1 else (states,)
+
+
+def _queries(rectangles: Sequence[PaddedRows]) -> int:
+    return sum(shape.num_queries for shape in rectangles)
+
+
+def _slots(rectangles: Sequence[PaddedRows]) -> int:
+    return sum(shape.num_slots for shape in rectangles)
+
+
+def _length_classes(lengths: Tensor, asking: Tensor | None = None) -> list[Tensor]:
     """Return row indices grouped by the power of two that holds their length, the shortest first.
 
     >>> [rows.tolist() for rows in _length_classes(torch.tensor([3, 100, 4, 90, 0]))]
     [[0, 2], [1, 3]]
+
+    Args:
+        lengths: [B].
+        asking: [B] how many tokens of each ask, of which groups are likewise.
     """
-    nearest = torch.tensor([math.ceil(math.log2(n)) if n > 1 else 0 for n in lengths.tolist()])
+    kind = _power_of_two(lengths)
+    if asking is not None:
+        kind = kind * 64 + _power_of_two(asking)
     full = lengths > 0
-    return [torch.nonzero((nearest == power) & full).flatten() for power in torch.unique(nearest[full]).tolist()]
+    return [torch.nonzero((kind == one) & full).flatten() for one in torch.unique(kind[full]).tolist()]
+
+
+def _power_of_two(numbers: Tensor) -> Tensor:
+    return torch.tensor([math.ceil(math.log2(n)) if n > 1 else 0 for n in numbers.tolist()])
 
 
 def _suits_products(longest: int, query: Tensor, limits: Limits) -> bool:
@@ -247,18 +280,24 @@ def _attend_fused(
 ) -> Tensor:
     """Attention by torch's own kernel: folded queries, keys and values of a rectangle -> [slots * heads, D]."""
     size = states[0].shape[-1]
-    query, key, value = (x.view(shape.num_rows * kv_heads, shape.longest, -1, size) for x in states)
-    if window is not None and window < shape.longest and not computes_in_pieces(query.device):
+    lengths = shape.longest - shape.first, shape.longest, shape.longest
+    query, key, value = (
+        x.view(shape.num_rows * kv_heads, length, -1, size) for x, length in zip(states, lengths, strict=True)
+    )
+    window = None if window is None or window >= shape.longest else window
+    if window is not None and not shape.first and not computes_in_pieces(query.device):
         return attend_in_window(query, key, value, scaling, window).reshape(-1, size)
-    seen = None if window is None or window >= shape.longest else _seen_in_window(shape.longest, window, query.device)
+    is_causal = window is None and not shape.first
+    seen = None if is_causal else _seen(shape.longest, window, query.device, shape.first)
     out = attend_fused(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling, seen)
     return out.transpose(1, 2).reshape(-1, size)
 
 
-def _seen_in_window(length: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys each query sees: [length, length].
+def _seen(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
+    """Return which keys each query sees, from the first one on: [length - first, length].
 
-    >>> _seen_in_window(4, 2, torch.device("cpu")).int().tolist()
+    >>> _seen(4, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    seen = torch.ones(length - first, length, dtype=torch.bool, device=device).tril(first)
+    return seen if window is None else seen.triu(first + 1 - window)

@@ -28,9 +28,11 @@ class SharedPrefixes:
     """The S of the T tokens of some rows that are computed."""
 
     kept: Tensor
-    """[S] int64, ascending: the computed tokens."""
+    """[S] int64, ascending unless they were `ordered`: the computed tokens."""
     place: Tensor
     """[T] int64: index in the stream of the token computed in place of each."""
+    asked: Tensor | None = None
+    """[T] int64: likewise among `kept`, which ask; None where these are the stream, whose keys they see."""
 
     @classmethod
     def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor, experts: Tensor | None = None) -> SharedPrefixes:
@@ -64,6 +66,21 @@ class SharedPrefixes:
         computed = ~alike | (first[row] == row)
         place = (computed.cumsum(0) - 1)[torch.where(computed, own, twin)]
         return cls(torch.nonzero(computed).flatten(), place)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the stream."""
+        return int(self.place.max()) + 1 if len(self.place) else 0
+
+    def num_kept(self, offsets: Tensor) -> Tensor:
+        """Return how many tokens of each row are computed: [B]."""
+        is_kept = torch.zeros(int(offsets[-1]) + 1, dtype=torch.int64)
+        is_kept[self.kept + 1] = 1
+        return is_kept.cumsum(0)[offsets].diff()
+
+    def ordered(self, order: Tensor) -> SharedPrefixes:
+        """Return the same for a stream in another order, [S] indices in this one."""
+        return SharedPrefixes(self.kept[order], order.argsort()[self.place])
 
 
 def pick(states: Tensor, places: Tensor, num_rows: int) -> Tensor:

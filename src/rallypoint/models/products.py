@@ -54,7 +54,7 @@ class QueryBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """N sequences of L tokens, and their blocks."""
+    """N sequences of L tokens, and the blocks of their queries, which may begin behind the first token."""
 
     size: int
     """N."""
@@ -79,23 +79,26 @@ def tokens_per_block(length: int, itemsize: int) -> int:
     return min(max(half, QUERIES_PER_BLOCK), QUERIES_PER_BLOCK_IN_HALF)
 
 
-def cut_blocks(length: int, share: int, window: int | None, like: Tensor) -> list[QueryBlock]:
+def cut_blocks(length: int, share: int, window: int | None, like: Tensor, first: int = 0) -> list[QueryBlock]:
     """Cut the queries of a sequence into blocks.
 
     >>> [(block.num_rows, block.keys) for block in cut_blocks(100, 2, None, torch.zeros(1))]
     [(128, slice(0, 64, None)), (72, slice(0, 100, None))]
     >>> [block.keys for block in cut_blocks(100, 1, 10, torch.zeros(1))]
     [slice(0, 64, None), slice(55, 100, None)]
+    >>> [block.keys for block in cut_blocks(100, 1, None, torch.zeros(1), first=96)]
+    [slice(0, 100, None)]
 
     Args:
         length: tokens of the sequence.
         share: queries per key/value head and token.
         window: see `Limits`.
         like: tensor with the type and device of the queries.
+        first: token of the first query.
     """
     size = tokens_per_block(length, like.itemsize)
     blocks: list[QueryBlock] = []
-    for start in range(0, length, size):
+    for start in range(first, length, size):
         stop = min(start + size, length)
         keys = slice(0 if window is None else max(0, start - window + 1), stop)
         hidden = like.new_full((stop - start, stop - keys.start), float("-inf"))
@@ -122,8 +125,8 @@ _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, None, None,
 class CausalProducts(torch.autograd.Function):
     """Attention over batches of sequences that are concatenated.
 
-    Keys and values are [sum of N * L, D]; queries, in block order, [sum of N * L * share, D], and their sinks, if there
-    are any, [sum of N * L * share, 1].
+    Keys and values are [sum of N * L, D]; queries, in block order, [sum of N * L * share, D] or fewer, and their sinks,
+    if there are any, [as many, 1].
     """
 
     @staticmethod

@@ -10,7 +10,7 @@ that each block is contiguous over all rows. One gather does all of it:
 Invariants: padding repeats the last token of its row, so that non-finite numbers stay in their own row, and has no
 gradient. A token that several rows share has a slot in each of them: its output is that of the first, and the gradient
 of its key and value is the sum over all, in a fixed order. Filler behind the last row has no slot: its output and
-gradient are zero.
+gradient are zero. Where only the last tokens of rows ask, the slots that no row of a rectangle asks at have no query.
 """
 
 from __future__ import annotations
@@ -37,11 +37,18 @@ class PaddedRows:
     num_rows: int
     longest: int
     """Number of slots of each row."""
+    first: int = 0
+    """First slot that has a query."""
 
     @property
     def num_slots(self) -> int:
         """Rows times length."""
         return self.num_rows * self.longest
+
+    @property
+    def num_queries(self) -> int:
+        """Likewise, slots with a query."""
+        return self.num_rows * (self.longest - self.first)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,8 +90,14 @@ class Slots:
             shared: the tokens of the rows that are in the stream; None for all.
             num_filler: number of tokens behind the last row.
         """
-        lengths = offsets[1:] - offsets[:-1]
-        self.rectangles = [PaddedRows(len(rows), _aligned(int(lengths[rows].max()))) for rows in classes]
+        lengths, before = offsets[1:] - offsets[:-1], torch.zeros(len(offsets) - 1, dtype=torch.int64)
+        if shared is not None and shared.asked is not None:
+            before = lengths - shared.num_kept(offsets)
+        firsts = [int(before[rows].min()) // _ALIGNMENT * _ALIGNMENT for rows in classes]
+        self.rectangles = [
+            PaddedRows(len(rows), _aligned(int(lengths[rows].max())), first)
+            for rows, first in zip(classes, firsts, strict=True)
+        ]
         tokens = [
             offsets[rows].unsqueeze(1) + torch.arange(shape.longest).minimum(lengths[rows].unsqueeze(1) - 1)
             for rows, shape in zip(classes, self.rectangles, strict=True)
@@ -95,12 +108,17 @@ class Slots:
         own[1:] = token_of_slot[1:] != token_of_slot[:-1]
         slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
         self._copies: tuple[Tensor, Tensor] | None = None
+        self._keys = self._queries = _Places(token_of_slot, slot_of_token)
         if shared is not None and len(shared.kept) < len(slot_of_token):
             order = shared.place.argsort(stable=True)
             self._copies = shared.place[order], slot_of_token[order]
-            slot_of_token, token_of_slot = slot_of_token[shared.kept], shared.place[token_of_slot]
-        self._token_of_slot, self._slot_of_token = token_of_slot, slot_of_token
-        self._num_tokens = len(slot_of_token) + num_filler
+            num_copies = torch.bincount(shared.place)
+            firsts = slot_of_token[order[num_copies.cumsum(0) - num_copies]]
+            self._keys = _Places(shared.place[token_of_slot], firsts)
+            asked = shared.place if shared.asked is None else shared.asked
+            self._queries = _Places(asked[token_of_slot], slot_of_token[shared.kept])
+        self._queries = self._queries.behind(self.rectangles)
+        self._num_filler = num_filler
 
     def folds(self, kv_heads: int, share: int, blocks: Sequence[int], device: torch.device) -> tuple[Fold, Fold]:
         """Return the foldings of queries, and of keys and values.
@@ -111,46 +129,69 @@ class Slots:
             blocks: slots in a block of queries, for each rectangle.
             device: of the states.
         """
-        whole = [shape.longest for shape in self.rectangles]
-        fold = dataclasses.replace(self._fold(kv_heads, 1, whole, device), shared=self._shared(kv_heads, device))
-        return self._fold(kv_heads, share, blocks, device), fold
+        of_keys = self._fold(self._keys, self._key_places(kv_heads), device)
+        of_queries = self._fold(self._queries, _folded(self.rectangles, kv_heads, share, blocks), device)
+        return of_queries, dataclasses.replace(of_keys, shared=self._shared(kv_heads, device))
 
-    def _fold(self, kv_heads: int, share: int, blocks: Sequence[int], device: torch.device) -> Fold:
-        places, heads = self._places(kv_heads, share, blocks), torch.arange(kv_heads * share)
+    def _fold(self, of: _Places, places: Tensor, device: torch.device) -> Fold:
+        heads = torch.arange(places.shape[1])
         stream = torch.empty(places.numel(), dtype=torch.int64)
-        stream[places] = self._token_of_slot.unsqueeze(1) * len(heads) + heads
-        own = places[self._slot_of_token].flatten()
-        return Fold(sent(stream, device), sent(own, device), self._num_tokens * len(heads), None)
+        stream[places] = of.token_of_slot.unsqueeze(1) * len(heads) + heads
+        own = places[of.slot_of_token].flatten()
+        return Fold(
+            sent(stream, device), sent(own, device), (len(of.slot_of_token) + self._num_filler) * len(heads), None
+        )
 
     def _shared(self, kv_heads: int, device: torch.device) -> Shared | None:
         if self._copies is None:
             return None
         token, slot = self._copies
-        num_slots = torch.bincount(token, minlength=len(self._slot_of_token))
+        num_slots = torch.bincount(token, minlength=len(self._keys.slot_of_token))
         several = num_slots > 1
         token, slot = token[several[token]], slot[several[token]]
         heads = torch.arange(kv_heads)
         order = (token.unsqueeze(1) * kv_heads + heads).flatten().argsort(stable=True)
         num_slots = num_slots[several].repeat_interleave(kv_heads)
         places = torch.nonzero(several) * kv_heads + heads
-        slots = self._places(kv_heads, 1, [shape.longest for shape in self.rectangles])[slot].flatten()[order]
+        slots = self._key_places(kv_heads)[slot].flatten()[order]
         starts = num_slots.cumsum(0) - num_slots
         return Shared(sent(places.flatten(), device), sent(slots, device), sent(starts, device))
 
-    def _places(self, kv_heads: int, share: int, blocks: Sequence[int]) -> Tensor:
-        """Return the place of each head of each slot in folded states: [slots, heads]."""
-        places: list[Tensor] = []
-        start = 0
-        for shape, block in zip(self.rectangles, blocks, strict=True):
-            rows, heads = torch.arange(shape.num_rows).view(-1, 1, 1, 1), torch.arange(kv_heads).view(-1, 1)
-            slots = torch.arange(shape.longest).view(-1, 1, 1)
-            begins = slots // block * block  # first slot of the block
-            size = (shape.longest - begins).clamp(max=block)
-            found = ((rows * kv_heads + heads) * size + slots - begins) * share + torch.arange(share)
-            found += begins * (shape.num_rows * kv_heads * share)
-            places.append((start + found).view(shape.num_slots, -1))
-            start += places[-1].numel()
-        return torch.cat(places or [torch.zeros(0, kv_heads * share, dtype=torch.int64)])
+    def _key_places(self, kv_heads: int) -> Tensor:
+        whole = [dataclasses.replace(shape, first=0) for shape in self.rectangles]
+        return _folded(whole, kv_heads, 1, [shape.longest for shape in whole])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """Where states of one kind are: which token of their stream each slot has, and which slot is that token's own."""
+
+    token_of_slot: Tensor
+    slot_of_token: Tensor
+
+    def behind(self, rectangles: Sequence[PaddedRows]) -> _Places:
+        """Return the same without slots before the first query of each rectangle."""
+        if not any(shape.first for shape in rectangles):
+            return self
+        has_query = torch.cat([(torch.arange(s.longest) >= s.first).repeat(s.num_rows) for s in rectangles])
+        return _Places(self.token_of_slot[has_query], (has_query.cumsum(0) - 1)[self.slot_of_token])
+
+
+def _folded(rectangles: Sequence[PaddedRows], kv_heads: int, share: int, blocks: Sequence[int]) -> Tensor:
+    """Return the place of each head of each slot with a query in folded states: [slots, heads]."""
+    places: list[Tensor] = []
+    start = 0
+    for shape, block in zip(rectangles, blocks, strict=True):
+        rows, heads = torch.arange(shape.num_rows).view(-1, 1, 1, 1), torch.arange(kv_heads).view(-1, 1)
+        longest = shape.longest - shape.first
+        slots = torch.arange(longest).view(-1, 1, 1)
+        begins = slots // block * block  # first slot of the block
+        size = (longest - begins).clamp(max=block)
+        found = ((rows * kv_heads + heads) * size + slots - begins) * share + torch.arange(share)
+        found += begins * (shape.num_rows * kv_heads * share)
+        places.append((start + found).view(shape.num_queries, -1))
+        start += places[-1].numel()
+    return torch.cat(places or [torch.zeros(0, kv_heads * share, dtype=torch.int64)])
 
 
 def _aligned(length: int) -> int:

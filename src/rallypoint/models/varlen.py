@@ -185,17 +185,15 @@ class PackedKeys:
         num_own = lengths
         self._copies: Copies | None = None
         if shared is not None and len(shared.kept) < int(offsets[-1]):
-            is_kept = torch.zeros(int(offsets[-1]) + 1, dtype=torch.int64)
-            is_kept[shared.kept + 1] = 1
-            num_own = is_kept.cumsum(0)[offsets].diff()
-            self._copies = Copies.of(shared.place, len(shared.kept), device)
+            num_own = shared.num_kept(offsets)
+            self._copies = Copies.of(shared.place, shared.num_keys, device)
         # Rows all of whose tokens are another row's ask nothing.
         asks = num_own > 0
         self.num_tokens = int(num_own.sum())
         if self._copies is not None and not bool(asks.all()):
             row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             assert shared is not None, "rows share tokens"
-            self._copies = Copies.of(shared.place[asks[row]], len(shared.kept), device)
+            self._copies = Copies.of(shared.place[asks[row]], shared.num_keys, device)
         self.rows = Borders.of(num_own[asks], device), Borders.of(lengths[asks], device)
 
     def attend(

@@ -6,6 +6,7 @@ Must not know: models, roles, Ray.
 from rallypoint.parallel.autograd import (
     exchange_for_columns,
     exchange_for_rows,
+    exchange_rows,
     gather_rows,
     reduce,
     replicate,
@@ -30,6 +31,7 @@ __all__ = [
     "connect",
     "exchange_for_columns",
     "exchange_for_rows",
+    "exchange_rows",
     "gather_rows",
     "held",
     "least_of",

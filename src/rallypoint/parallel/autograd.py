@@ -1,8 +1,8 @@
 """Collectives that gradients pass through.
 
-Every rank of an `sp` or `tp` group computes the loss from the same numbers, so each has the whole gradient of these
-numbers: backward, `gather_rows` gives a rank its own slice and sums nothing. Gradients are summed where each rank used
-a part: of the inputs of a cut matrix (`replicate`), and of weights.
+Every rank of a `cp`, `sp` or `tp` group computes the loss from the same numbers, so each has the whole gradient of
+these numbers: backward, `gather_rows` gives a rank its own slice and sums nothing. Gradients are summed where each rank
+used a part: of the inputs of a cut matrix (`replicate`), and of weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class _Context(FunctionCtx):
 
     group: Collective
     sizes: Sequence[int]
+    taken: Sequence[int]
 
 
 def replicate(tensor: Tensor, group: Collective) -> Tensor:
@@ -92,6 +93,14 @@ def exchange_for_columns(tensor: Tensor, group: Collective, sizes: Sequence[int]
 def exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
     """Undo `exchange_for_columns`: [sum of sizes, ...] -> [n, P, ...]."""
     return tensor.unsqueeze(1) if group.size == 1 else _ExchangeForRows.apply(tensor, group, sizes)
+
+
+def exchange_rows(tensor: Tensor, group: Collective, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    """Give some rows to each rank, and return what they gave to this one; backward gives the gradients back.
+
+    See `Collective.trade`.
+    """
+    return _ExchangeRows.apply(tensor, group, given, taken)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
 class _Replicate(torch.autograd.Function):
@@ -191,6 +200,18 @@ class _ExchangeForRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         return torch.cat(ctx.group.exchange(grad.unbind(1), ctx.sizes)), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, tensor: Tensor, group: Collective, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sizes, ctx.taken = group, given, taken
+        return group.trade(tensor, given, taken)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return ctx.group.trade(grad, ctx.taken, ctx.sizes), None, None, None
 
 
 def _exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:

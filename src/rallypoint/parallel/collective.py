@@ -56,6 +56,19 @@ class Collective(Protocol):
         """
         ...
 
+    def trade(self, tensor: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Exchange parts that are end to end, without a copy of them.
+
+        Args:
+            tensor: [sum of given, ...]: what the first rank gets, then what the second gets, and so on.
+            given: number of rows for every rank.
+            taken: number of rows that come from every rank.
+
+        Returns:
+            [sum of taken, ...], in rank order.
+        """
+        ...
+
 
 class Solo:
     """One rank: a sum over the ranks is the tensor itself."""
@@ -78,6 +91,11 @@ class Solo:
         """Return the parts, whose only receiver is this rank."""
         del sizes
         return list(parts)
+
+    def trade(self, tensor: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Return the tensor, whose only receiver is this rank."""
+        del given, taken
+        return tensor
 
 
 class Grouped:
@@ -124,13 +142,16 @@ class Grouped:
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """See `Collective.exchange`."""
-        sent = torch.cat(list(parts)).to(self.group.device)
-        received = sent.new_empty(sum(sizes), *sent.shape[1:])
+        received = self.trade(torch.cat(list(parts)), [len(part) for part in parts], sizes)
+        return list(received.split(list(sizes)))
+
+    def trade(self, tensor: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """See `Collective.trade`."""
+        sent = tensor.to(self.group.device).contiguous()
+        received = sent.new_empty(sum(taken), *sent.shape[1:])
         with self.group.watched():
-            self.group.wait(
-                self.group.torch_group.alltoall_base(received, sent, list(sizes), [len(part) for part in parts])
-            )
-        return list(received.to(parts[0].device).split(list(sizes)))
+            self.group.wait(self.group.torch_group.alltoall_base(received, sent, list(taken), list(given)))
+        return received.to(tensor.device)
 
     def _travels(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be reduced where it lies."""

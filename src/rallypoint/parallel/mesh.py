@@ -3,7 +3,8 @@
     dp_replicate    copies of the model, different rows
     dp_shard        one copy cut over the ranks (FSDP2), different rows
     ep              the experts dealt over the ranks, copies of all else, different rows
-    sp              same weights, same rows, different tokens (Ulysses)
+    cp              same weights, same rows, different tokens; keys and values travel
+    sp              same weights, same rows, different tokens; heads travel (Ulysses)
     tp              one copy cut over the ranks (Megatron), same rows, same tokens
 
 Ranks are numbered with the last axis fastest, so that tp peers are neighbours.
@@ -20,7 +21,7 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
 from rallypoint.parallel.process_group import Device
 
-AXES = ("dp_replicate", "dp_shard", "ep", "sp", "tp")
+AXES = ("dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +35,19 @@ class DeviceMesh:
     everyone: Collective
     """All ranks of the role."""
     replicas: Collective
-    """Ranks with the same part of the weights, along dp_replicate, ep and sp. Gradients are summed over them."""
+    """Ranks with the same part of the weights, along dp_replicate, ep, cp and sp. Gradients are summed over them."""
     expert_replicas: Collective
-    """Ranks with the same experts, along dp_replicate and sp."""
+    """Ranks with the same experts, along dp_replicate, cp and sp."""
     passes: Collective
     """Ranks that make their passes together, along dp_shard and ep."""
     shard: Collective
     """Along dp_shard."""
     ep: Collective
     """Along ep."""
+    tokens: Collective
+    """Ranks that share the tokens of the same rows, along cp and sp."""
+    cp: Collective
+    """Along cp."""
     sp: Collective
     """Along sp."""
     tp: Collective
@@ -71,7 +76,7 @@ class DeviceMesh:
     def solo(cls) -> DeviceMesh:
         """Return the mesh of a single rank."""
         one = Solo()
-        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 8)
+        return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 10)
 
     @classmethod
     def connect(
@@ -125,8 +130,9 @@ class DeviceMesh:
             return met[ranks]
 
         # One order of meetings for all ranks; a group that another axis has met already is met once.
-        copies, passes = ("dp_replicate", "ep", "sp"), ("dp_shard", "ep")
-        along = (AXES, copies, ("dp_replicate", "sp"), passes, ("dp_shard",), ("ep",), ("sp",), ("tp",))
+        tokens, passes = ("cp", "sp"), ("dp_shard", "ep")
+        copies, of_experts = ("dp_replicate", "ep", *tokens), ("dp_replicate", *tokens)
+        along = (AXES, copies, of_experts, passes, ("dp_shard",), ("ep",), tokens, ("cp",), ("sp",), ("tp",))
         return cls(dict(grid.axes), grid.coordinates(rank), *[group(*axes) for axes in along])
 
 

@@ -4,8 +4,8 @@ Owns: which ranks sum what, and in which order. Must not know: losses, optimizer
 ranks of the mesh in the same order; on a mesh of one rank it does nothing.
 
     weights of               are cut over    gradients add up over
-    any model                dp_shard        dp_shard (within backward), dp_replicate, ep and sp
-    experts                  ep, too         dp_shard (within backward), dp_replicate and sp
+    any model                dp_shard        dp_shard (within backward), dp_replicate, ep, cp and sp
+    experts                  ep, too         dp_shard (within backward), dp_replicate, cp and sp
     a block of a layer       tp              nothing more
     `summed`                 nothing         tp, whose ranks computed them in parts
 """

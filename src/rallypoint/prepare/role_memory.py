@@ -9,19 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rallypoint.config.limits import (
-    BLOCK_TOKENS,
-    CHUNK_BYTES,
-    CHUNK_BYTES_ON_ACCELERATORS,
-    KEPT_BYTES,
-    KEPT_BYTES_ON_ACCELERATORS,
-    LONGEST_FOR_PRODUCTS,
-    OPTIMIZER_BYTES,
-    PREFILL_TOKENS,
-    QUERIES_PER_BLOCK,
-    QUERIES_PER_BLOCK_IN_HALF,
-    SAMPLED_BLOCK,
-)
+from rallypoint.config import limits
 from rallypoint.config.recipes import RECIPES, RoleName
 from rallypoint.config.shape import ModelShape
 from rallypoint.config.tree import RunConfig
@@ -117,7 +105,7 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
         # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
         activations = max(activations, trained * _WIDE)
     if config.engine.offload_optimizer and optimizer:  # likewise the part that is stepped
-        part = optimizer // (trained * _WIDE) * max(OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
+        part = optimizer // (trained * _WIDE) * max(limits.OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
         activations, optimizer = max(activations, min(optimizer, part)), 0
     return RoleMemory(
         role=role,
@@ -143,7 +131,7 @@ class _Pass:
     num_prompts: int
     """Prompts of these rows; each is computed once."""
     num_outputs: int
-    """Tokens that the head is asked about."""
+    """Tokens that the head of a rank is asked about."""
     row_tokens: int
     """Tokens of a row that go through the layers: all but its last."""
     prompt_tokens: int
@@ -151,26 +139,37 @@ class _Pass:
     """Scores of a token that are kept, on average over its row; 0 where a fused kernel makes none."""
     num_block_scores: int
     """Scores of the largest block of queries, likewise."""
+    cp: int = 1
+    sp: int = 1
+    """Ranks that share these tokens, likewise along `cp`."""
 
     @property
     def num_computed(self) -> int:
-        """Tokens that go through the layers."""
-        return self.num_rows * (self.row_tokens - self.prompt_tokens) + self.num_prompts * self.prompt_tokens
+        """Tokens that go through the layers of a rank."""
+        tokens = self.num_rows * (self.row_tokens - self.prompt_tokens) + self.num_prompts * self.prompt_tokens
+        return -(-tokens // (self.cp * self.sp))
 
     @property
     def num_attended(self) -> int:
-        """Tokens of all rows."""
-        return self.num_rows * self.row_tokens
+        """A rank's part of the tokens of all rows."""
+        return -(-self.num_rows * self.row_tokens // (self.cp * self.sp))
+
+    @property
+    def num_borrowed(self) -> int:
+        """Tokens of ranks along `cp` whose keys and values come to this one, at most."""
+        return (self.cp - 1) * self.num_attended
 
     def live_bytes(self, shape: ModelShape, size: int) -> int:
         """Return the most that a layer needs when it keeps nothing."""
         folded = self.num_attended * shape.folded_bytes(size, self.num_scores, self.num_block_scores)
-        attending = folded + self.num_computed * shape.attending_bytes(size)
+        borrowed = 2 * self.num_borrowed * shape.borrowed_bytes(size)  # as they come, and in the order of rows
+        attending = folded + borrowed + self.num_computed * shape.attending_bytes(size)
         return max(attending, self.num_computed * shape.live_bytes(size))
 
     def kept_bytes(self, shape: ModelShape, size: int) -> int:
         """Return what a layer keeps for its backward pass."""
         attended = self.num_attended * shape.attended_bytes(size, self.num_scores)
+        attended += self.num_borrowed * shape.borrowed_bytes(size)
         return attended + self.num_computed * shape.kept_bytes(size)
 
 
@@ -240,9 +239,9 @@ def _logits_bytes(config: RunConfig, num_logits: int, *, kept: bool) -> int:
     """Return what the head's logits take at most: a chunk, what is kept for the backward pass, and of softmaxes."""
     size = _BYTES[config.model.dtype]
     if config.cluster.device == "cpu":  # where a softmax has a strip of a chunk
-        return min(num_logits * size, CHUNK_BYTES + KEPT_BYTES * kept)
-    most = CHUNK_BYTES_ON_ACCELERATORS + KEPT_BYTES_ON_ACCELERATORS * kept
-    return min(num_logits * size, most) + 2 * _WIDE * min(num_logits, CHUNK_BYTES_ON_ACCELERATORS // size)
+        return min(num_logits * size, limits.CHUNK_BYTES + limits.KEPT_BYTES * kept)
+    most = limits.CHUNK_BYTES_ON_ACCELERATORS + limits.KEPT_BYTES_ON_ACCELERATORS * kept
+    return min(num_logits * size, most) + 2 * _WIDE * min(num_logits, limits.CHUNK_BYTES_ON_ACCELERATORS // size)
 
 
 def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -251,9 +250,9 @@ def sampling_bytes(config: RunConfig, shape: ModelShape) -> int:
     These are not there at the same time, but on a CPU the heap keeps what the first had until the role sleeps.
     """
     size, prompt = _BYTES[config.model.dtype], config.data.max_prompt_tokens
-    num_prompts = max(1, min(_prompts_together(config), PREFILL_TOKENS // prompt))
+    num_prompts = max(1, min(_prompts_together(config), limits.PREFILL_TOKENS // prompt))
     prompts = _Pass(num_prompts, num_prompts, num_prompts, prompt, prompt, *_scores(config, shape, prompt))
-    vocabulary = -(-shape.vocab_size // SAMPLED_BLOCK) * SAMPLED_BLOCK
+    vocabulary = -(-shape.vocab_size // limits.SAMPLED_BLOCK) * limits.SAMPLED_BLOCK
     drawing = _groups_together(config) * config.rollout.group_size * _SAMPLED_LOGITS * 4 * vocabulary
     prefilling = prompts.live_bytes(shape, size)
     if config.cluster.device != "cpu":
@@ -272,11 +271,11 @@ def _full_pass(config: RunConfig, shape: ModelShape, role: RoleName, *, num_part
     together = min(config.group_size, num_rows, most)
     num_units = -(-num_rows // together)
     units = -(-num_units // -(-num_units // (most // together)))
-    sp, row_tokens = config.mesh(role)["sp"], row if is_reward else row - 1
-    num_rows, num_prompts = -(-units * together // sp), -(-units // sp)
-    num_outputs = num_rows * (1 if is_reward else row - config.max_prompt_tokens)
+    cp, sp, row_tokens = config.mesh(role)["cp"], config.mesh(role)["sp"], row if is_reward else row - 1
+    num_rows = units * together
+    num_outputs = -(-num_rows * (1 if is_reward else row - config.max_prompt_tokens) // (cp * sp))
     scores = _scores(config, shape, row_tokens)
-    return _Pass(num_rows, num_prompts, num_outputs, row_tokens, config.max_prompt_tokens, *scores)
+    return _Pass(num_rows, units, num_outputs, row_tokens, config.max_prompt_tokens, *scores, cp, sp)
 
 
 def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
@@ -290,10 +289,10 @@ def _scores(config: RunConfig, shape: ModelShape, num_tokens: int) -> tuple[int,
     if all(mixer.has_fused_kernel(has_flash=has_flash) for mixer in shape.mixers):
         if config.cluster.device != "cpu":
             return 0, 0
-        longest = min(num_tokens, LONGEST_FOR_PRODUCTS)
-    block = QUERIES_PER_BLOCK
+        longest = min(num_tokens, limits.LONGEST_FOR_PRODUCTS)
+    block = limits.QUERIES_PER_BLOCK
     if config.model.dtype != "float32":
-        block = min(max(longest // 2, block), QUERIES_PER_BLOCK_IN_HALF)
+        block = min(max(longest // 2, block), limits.QUERIES_PER_BLOCK_IN_HALF)
     block = min(block, longest)
     return (longest + block) // 2, block
 
@@ -309,7 +308,7 @@ def _cache_bytes(config: RunConfig, shape: ModelShape, tokens: int | None = None
     most = tokens or reserved_tokens(config)
     if config.cluster.device == "cpu" and tokens is None:
         longest = (config.data.max_prompt_tokens, rollout.max_response_tokens)
-        prompt, response = (-(-one // BLOCK_TOKENS) * BLOCK_TOKENS for one in longest)
+        prompt, response = (-(-one // limits.BLOCK_TOKENS) * limits.BLOCK_TOKENS for one in longest)
         num_prompts = -(-config.max_groups // config.num_parts("rollout"))
         trained = num_prompts * prompt + together * rollout.group_size * response
         num_validated = _num_validated(config)
@@ -327,14 +326,14 @@ def cache_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
 def reserved_tokens(config: RunConfig) -> int:
     """Return how many tokens there are blocks for in a process of the rollout role, where there is memory for them."""
     num_rows = _groups_together(config) * config.rollout.group_size
-    return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * BLOCK_TOKENS)
+    return config.rollout.cache_tokens or num_rows * (config.max_row_tokens + 2 * limits.BLOCK_TOKENS)
 
 
 def least_tokens(config: RunConfig) -> int:
     """Return the fewest tokens that the cache has blocks for if memory is short: one row's, unless the config says."""
     if config.cluster.device == "cpu" or config.rollout.cache_tokens is not None:
         return reserved_tokens(config)
-    return config.max_row_tokens + 2 * BLOCK_TOKENS
+    return config.max_row_tokens + 2 * limits.BLOCK_TOKENS
 
 
 def _num_validated(config: RunConfig) -> int:

@@ -242,6 +242,9 @@ def _terms(
     if config.mesh(memory.role)["dp_shard"] > 1:
         gathers = 2 * num_updates * num_micro_batches if is_update else num_micro_batches
         terms["gathering weights"] = max(0.0, gathers * weights / device.gathered - terms["arithmetic"])
+    if (cp := config.mesh(memory.role)["cp"]) > 1:
+        cached = sum(shape.part(config.mesh(memory.role)["tp"], None).cached_bytes(pace.size) for shape in shapes)
+        terms["exchanging keys and values"] = num_passes * (cp - 1) * tokens * cached / device.gathered
     if is_update:
         num_bytes = memory.weights + memory.gradients + memory.optimizer
         if config.engine.offload_optimizer:  # masters, unless the parts of the weights are, and two moments

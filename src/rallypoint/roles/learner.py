@@ -137,9 +137,9 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         self.weights_changed()
         seconds = time.perf_counter() - began
         flops = sum(map(self._needed_flops, batches.parts))
-        # Merged over ranks it is operations done over operations possible; sp and tp peers share one rank's rows.
-        sizes = self.engine.shard.mesh.sizes
-        peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * sizes["sp"] * sizes["tp"]
+        # Merged over ranks it is operations done over operations possible; cp, sp and tp peers share one rank's rows.
+        num_peers = self.engine.shard.mesh.tokens.size * self.engine.shard.mesh.tp.size
+        peak = device_peak(self.engine.model.device, DTYPES[self.config.model.dtype]) * num_peers
         measured.append(Metrics({"mfu": Mean(flops, seconds * peak)}))
         return merge(*measured)
 

@@ -282,8 +282,8 @@ def test_ranks_default_to_the_whole_pool_and_rollout_shares_the_actor_where_it_c
 
 def test_ranks_that_no_other_axis_takes_are_copies_of_the_model(here: Path):
     config = load("cluster.pools.main=[4,4]", "actor.mesh.tp=2", "actor.mesh.dp_shard=2").config
-    assert config.mesh("actor") == {"dp_replicate": 2, "dp_shard": 2, "ep": 1, "sp": 1, "tp": 2}
-    assert config.mesh("rollout") == {"dp_replicate": 8, "dp_shard": 1, "ep": 1, "sp": 1, "tp": 1}
+    assert config.mesh("actor") == {"dp_replicate": 2, "dp_shard": 2, "ep": 1, "cp": 1, "sp": 1, "tp": 2}
+    assert config.mesh("rollout") == {"dp_replicate": 8, "dp_shard": 1, "ep": 1, "cp": 1, "sp": 1, "tp": 1}
     assert (config.num_parts("actor"), config.num_parts("rollout")) == (4, 8)
 
 

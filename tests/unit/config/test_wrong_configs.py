@@ -34,7 +34,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown: near name without its section": ("epochs=3", ("epochs=3", "did you mean actor.num_epochs")),
     "unknown: a word of the field": ("gamma=0.9", ("gamma=0.9", "did you mean advantage.discount=0.9?")),
     "unknown: the algorithm": ("algorithm=grpo", ("algorithm='grpo'", "did you mean recipe=grpo?")),
-    "unknown: what follows": ("actor.mesh.dp_replicate=2", ("what the others leave", "by dp_shard x ep x sp x tp")),
+    "unknown: what follows": (
+        "actor.mesh.dp_replicate=2",
+        ("what the others leave", "by dp_shard x ep x cp x sp x tp"),
+    ),
     "unknown: nothing near": ("foo.bar=1", ("foo={bar: 1}", "the top level has the keys recipe, seed")),
     # Wrong types.
     "type: text for a number": ("actor.optimizer.lr=fast", ("lr='fast'", "a number above 0, at most 1")),
@@ -277,11 +280,15 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fit: heads and sequence parallelism": (
         "cluster.pools.main=[6] actor.mesh.sp=3",
-        ("actor.mesh.sp=3 does not divide 4 attention heads of a tp rank", "choose 1, 2 or 4"),
+        ("actor.mesh.sp=3 does not divide 4 attention heads of a tp rank", "1, 2 or 4, or actor.mesh.cp, which may be"),
     ),
     "fit: heads of linear attention and sequence parallelism": (
         "model.create=null model.path=hybrid cluster.pools.main=[4] actor.mesh.sp=4",
         ("actor.mesh.sp=4 does not divide 2 key heads of linear attention", "choose 1 or 2"),
+    ),
+    "fit: heads of linear attention and context parallelism": (
+        "model.create=null model.path=hybrid cluster.pools.main=[4] actor.mesh.cp=2 actor.mesh.sp=2",
+        ("actor.mesh.cp x sp=4 does not divide 2 key heads of linear attention", "choose 1 or 2"),
     ),
     "fit: linear attention and exact rollouts": (
         "model.create=null model.path=hybrid rollout.exact=true",

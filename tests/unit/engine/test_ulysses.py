@@ -1,14 +1,15 @@
 """Ranks that share the tokens of a stream compute what one rank computes alone: outputs, and gradients in sum."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from rallypoint.engine import critic_values, policy_outputs
-from rallypoint.engine.forward import TokenSlice, trained_positions
-from rallypoint.models import ATTENTION, ModelShard
+from rallypoint.engine.forward import trained_positions
+from rallypoint.models import ATTENTION, ModelShard, TokenSlice
 from rallypoint.models.norm import replace_norms
 from rallypoint.parallel import DeviceMesh, Solo
 
@@ -59,10 +60,12 @@ def assert_equal(found, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_any_number_of_ranks_has_the_outputs_and_gradients_of_one(on_mesh, make_batch, num_ranks, dtype):
+@pytest.mark.parametrize(
+    "sizes", [{"sp": 2}, {"sp": 3}, {"sp": 4}, {"cp": 2}, {"cp": 5}, {"cp": 2, "sp": 3}, {"cp": 3, "sp": 2}], ids=str
+)
+def test_any_number_of_ranks_has_the_outputs_and_gradients_of_one(on_mesh, make_batch, sizes, dtype):
     model, batch = make_model(dtype=dtype), make_batch([6, 1, 13, 0, 30, 2, 7])
-    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=num_ranks)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), **sizes)
     assert_equal(found, step(model, batch, DeviceMesh.solo()), dtype)
 
 
@@ -76,15 +79,17 @@ def test_key_value_heads_may_be_fewer_than_ranks_and_need_not_divide_by_them(
     assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
+@pytest.mark.parametrize("sizes", [{"sp": 4}, {"cp": 4}, {"cp": 2, "sp": 2}], ids=str)
 @pytest.mark.parametrize("lengths", [[2], [3, 2], [700, 5]], ids=str)
-def test_tokens_may_be_fewer_than_ranks_and_a_row_may_lie_on_all_ranks(on_mesh, make_batch, lengths):
+def test_tokens_may_be_fewer_than_ranks_and_a_row_may_lie_on_all_ranks(on_mesh, make_batch, lengths, sizes):
     model, batch = make_model(), make_batch(lengths, seed=2)
     assert batch.num_loss_tokens
-    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=4)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), **sizes)
     assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
-def test_what_rows_of_a_group_begin_with_is_computed_once_by_one_of_the_ranks(on_mesh, make_batch):
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_what_rows_of_a_group_begin_with_is_computed_once_by_one_of_the_ranks(on_mesh, make_batch, axis):
     model, batch = make_model(), make_batch([9, 12, 7, 7])
     for first, second, num_shared in ((0, 1, 6), (2, 3, 4)):
         start, copy_start = int(batch.offsets[first]), int(batch.offsets[second])
@@ -97,15 +102,16 @@ def test_what_rows_of_a_group_begin_with_is_computed_once_by_one_of_the_ranks(on
         return seen, step(rank_model, batch, mesh)
 
     alone, expected = call(DeviceMesh.solo())
-    counts, found = zip(*on_mesh(call, sp=3), strict=True)
+    counts, found = zip(*on_mesh(call, **{axis: 3}), strict=True)
     assert_equal(found, expected, torch.float64)
     assert alone == [9 + 12 + 7 + 7 - 4 - 6 - 4]  # last tokens, and what was computed before
     assert sum(sum(count) for count in counts) == alone[0]
 
 
-def test_ranks_may_have_only_tokens_that_are_not_trained(on_mesh, make_batch):
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_ranks_may_have_only_tokens_that_are_not_trained(on_mesh, make_batch, axis):
     model, batch = make_model(), make_batch([9, 9, 9, 9], masked_rows=[0, 1, 3])
-    found = on_mesh(lambda mesh: step(model, batch, mesh), sp=4)
+    found = on_mesh(lambda mesh: step(model, batch, mesh), **{axis: 4})
     assert_equal(found, step(model, batch, DeviceMesh.solo()), torch.float64)
 
 
@@ -118,15 +124,28 @@ def test_a_critic_has_the_values_and_gradients_of_one_rank(on_mesh, make_batch):
         (values * batch.advantages[at]).sum().backward()
         return [values], gradients_of(critic)
 
-    assert_equal(on_mesh(call, sp=3), call(DeviceMesh.solo()), torch.float64)
+    for axis in ("sp", "cp"):
+        assert_equal(on_mesh(call, **{axis: 3}), call(DeviceMesh.solo()), torch.float64)
 
 
 def test_a_stream_without_tokens_has_gradients_of_zero(on_mesh, make_batch):
     model, batch = make_model(), make_batch([])
-    for num_ranks in (1, 2):
-        for outputs, gradients in on_mesh(lambda mesh: step(model, batch, mesh), sp=num_ranks):
+    for sizes in ({"sp": 1}, {"sp": 2}, {"cp": 2}):
+        for outputs, gradients in on_mesh(lambda mesh: step(model, batch, mesh), **sizes):
             assert [len(output) for output in outputs] == [0, 0]
             assert not any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("lengths", [[13, 30, 7], [3]], ids=str)
+def test_filler_of_half_precision_is_behind_the_last_rank(on_mesh, make_batch, lengths):
+    model, batch = make_model(dtype=torch.bfloat16), make_batch(lengths)
+    (expected, _), gradients = step(model, batch, DeviceMesh.solo())
+    found = on_mesh(lambda mesh: step(model, batch, mesh), cp=2, sp=2)
+    for (logprobs, _), _ in found:
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=0.05)
+    for name, wanted in gradients.items():
+        total = sum(rank[name].double() for _, rank in found)
+        assert (total - wanted).abs().max() <= 0.05 * wanted.abs().max(), name
 
 
 def test_heads_that_do_not_divide_are_refused_by_every_rank(on_mesh, make_batch):
@@ -142,7 +161,8 @@ def test_heads_that_do_not_divide_are_refused_by_every_rank(on_mesh, make_batch)
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 6])
 def test_slices_are_the_stream_and_every_position_belongs_to_the_slice_that_chose_it(num_tokens):
     positions = torch.arange(1, max(1, num_tokens))
-    slices = [TokenSlice.of(num_tokens, positions - 1, FakeRank(rank)) for rank in range(3)]
+    meshes = [dataclasses.replace(DeviceMesh.solo(), tokens=FakeRank(rank), sp=FakeRank(rank)) for rank in range(3)]
+    slices = [TokenSlice.of([max(num_tokens, 3)], positions - 1, mesh) for mesh in meshes]
     filled = range(max(3, num_tokens))
     assert [t for part in slices for t in filled[part.tokens]] == list(filled)
     assert torch.equal(torch.cat([positions[part.positions] for part in slices]), positions)

@@ -93,7 +93,7 @@ def test_a_model_of_several_files_has_an_index_and_opens_in_transformers(make_fo
         assert all(torch.equal(again.get_parameter(name), weight) for name, weight in shard.model.named_parameters())
 
 
-MESHES = [{"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"sp": 2, "tp": 2}]
+MESHES = [{"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2, "tp": 2}]
 
 
 class Counting:

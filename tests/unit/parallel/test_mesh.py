@@ -23,7 +23,7 @@ def test_a_mesh_of_one_rank_needs_no_place_to_meet():
 
 
 def test_an_axis_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="axes dp_replicate, dp_shard, ep, sp, tp, not dp"):
+    with pytest.raises(ValueError, match="axes dp_replicate, dp_shard, ep, cp, sp, tp, not dp"):
         DeviceMesh.connect(None, "actor", 0, {"dp": 2})
 
 
@@ -46,6 +46,15 @@ def test_ranks_that_share_experts_have_the_same_other_weights_and_make_their_pas
     found = on_mesh(call, dp_replicate=2, ep=2, sp=2)
     assert found[0] == [0b11111111, 0b110011, 0b101, 0b101]
     assert found[7] == [0b11111111, 0b11001100, 0b10100000, 0b10100000]
+
+
+def test_ranks_that_share_tokens_are_those_along_two_axes(on_mesh):
+    def call(mesh):
+        return [sum_of_ranks(group, mesh) for group in (mesh.tokens, mesh.cp, mesh.sp, mesh.replicas, mesh.passes)]
+
+    found = on_mesh(call, dp_replicate=2, cp=2, sp=2)
+    assert found[0] == [0b1111, 0b101, 0b11, 0b11111111, 0b1]
+    assert found[7] == [0b11110000, 0b10100000, 0b11000000, 0b11111111, 0b10000000]
 
 
 @pytest.mark.parametrize("sizes", [[3, 2], [5, 0]], ids=str)

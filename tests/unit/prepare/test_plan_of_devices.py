@@ -67,6 +67,21 @@ def test_ranks_that_share_the_weights_have_their_part_as_masters_and_whole_layer
     assert part.activations - alone.activations == 2 * (outside + layers)
 
 
+def test_ranks_that_share_the_tokens_of_a_row_have_their_part_and_the_keys_of_all(here: Path):
+    config = load("cuda")
+    shape = shape_of(config)
+    assert shape is not None
+    found = {}
+    for axis in ("tp", "sp", "cp"):
+        mesh = config.actor.mesh.model_copy(update={} if axis == "tp" else {axis: 4})
+        cut = config.model_copy(update={"actor": config.actor.model_copy(update={"mesh": mesh})})
+        found[axis] = role_memory(cut, "actor", shape).activations
+    assert found["sp"] < found["cp"] < found["tp"]
+    rows = config.engine.max_tokens_per_micro_batch // config.max_row_tokens
+    borrowed = rows * (config.max_row_tokens - 1) * 3 // 4 * shape.cached_bytes(4)
+    assert 0.9 * borrowed < found["cp"] - found["sp"] < 1.1 * borrowed
+
+
 def test_all_teachers_are_counted_and_one_is_at_work_at_a_time(tmp_path: Path):
     sizes = {"small": (64, 2), "large": (256, 4)}
     for name, (width, layers) in sizes.items():

@@ -91,6 +91,8 @@ def test_what_follows_from_the_numbers_of_a_run():
     for bound, seconds in zip(("least_s", "most_s"), eight.seconds, strict=True):
         assert seconds == pytest.approx(sum(getattr(each, bound) for each in eight.phases))
     assert phase(planned("actor.num_epochs=2"), "actor update").most_s > 1.9 * phase(planned(), "actor update").most_s
+    cut = planned("cluster.pools={main: [8]}", "actor.mesh.cp=8", on="8xH100")
+    assert phase(cut, "actor update").most_s > phase(eight, "actor update").most_s
     once = planned("actor.num_mini_batches=1", "kl=null")
     assert [each.name for each in once.phases] == ["actor update", "rollout"], "the update has the logprobs"
 

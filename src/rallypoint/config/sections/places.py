@@ -30,6 +30,12 @@ class MeshConfig(Section):
         help="Ranks that share one copy (FSDP2), each with its own rows; null: 1 if a device has room for that.",
     )
     ep: int = key(1, at_least=1, help="Ranks that share the experts of a mixture, each with rows of its own.")
+    cp: int = key(
+        1,
+        at_least=1,
+        hidden=True,
+        help="Ranks that share the tokens of the same rows, more than heads if need be: keys and values travel.",
+    )
     sp: int = key(1, at_least=1, help="Ranks that share the tokens of the same rows (Ulysses).")
     tp: int = key(1, at_least=1, help="Ranks that share the matrices, for the same tokens (Megatron).")
 

@@ -83,6 +83,11 @@ class Kind(abc.ABC):
         del tp
         return {}
 
+    def shared_by_cp(self, tp: int) -> Mapping[str, int]:
+        """Return likewise parts of a rank of `tp` that ranks of `cp` and `sp` share equally together."""
+        del tp
+        return {}
+
     def shared_by_ep(self, tp: int) -> Mapping[str, int]:
         """Return likewise parts of a rank of `tp` that ranks of `ep` share equally."""
         del tp

@@ -90,7 +90,8 @@ class LinearAttention(Mixer):
     def shared_by_tp(self) -> Mapping[str, int]:
         return {"key heads of linear attention": self.num_keys}
 
-    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
+    def shared_by_cp(self, tp: int) -> Mapping[str, int]:
+        """Of rows that are scanned, one token after another, so that only heads can be shared."""
         return {"key heads of linear attention of a tp rank": self.num_keys // tp}
 
     def part(self, tp: int, ep: int | None) -> Self:

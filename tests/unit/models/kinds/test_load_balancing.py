@@ -95,7 +95,7 @@ def test_it_is_that_of_transformers_whatever_the_cut(folder, max_tokens):
         check(by_engine(folder, DeviceMesh.solo(), batch, max_tokens, activations), expected)
 
 
-MESHES = ({"ep": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"sp": 2}, {"ep": 2, "tp": 2})
+MESHES = ({"ep": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"sp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

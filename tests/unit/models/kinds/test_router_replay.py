@@ -117,7 +117,7 @@ def gradients(folder, mesh, part, activations="checkpoint"):
     return dict(gather(found, shard.parts, mesh)), logprobs.values
 
 
-MESHES = ({"ep": 2}, {"dp_shard": 2}, {"tp": 2}, {"sp": 2}, {"ep": 2, "sp": 2}, {"dp_shard": 2, "tp": 2})
+MESHES = ({"ep": 2}, {"dp_shard": 2}, {"tp": 2}, {"sp": 2}, {"cp": 2}, {"ep": 2, "sp": 2}, {"dp_shard": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
