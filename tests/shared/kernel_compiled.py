@@ -1,11 +1,12 @@
-"""Run by tests: compiles kernels for accelerators that need not be there; a line of JSON for each of them."""
+"""Run by tests: compiles kernels for kinds of accelerators that need not be there; a line of JSON for each of them."""
 
 import json
+import sys
 
 from rallypoint.generation.native.accelerator import kernel as attention
 from rallypoint.models import kernels, layer_kernels
 
-TARGETS = (("cuda", 90, 32), ("hip", "gfx942", 64))
+TARGETS = {"cuda": (90, 32), "hip": ("gfx942", 64)}
 STATES = ("out", "query", "keys", "values", "key", "value", "logits", "states", "cos", "sin")
 STATES += (
     "total",
@@ -44,7 +45,8 @@ def main() -> None:
         *(kernels._rotate, layer_kernels._add_norm, layer_kernels._turn),
         *(layer_kernels._swiglu, layer_kernels._swiglu_gradient),
     )
-    for target in TARGETS:
+    for kind in sys.argv[1:]:
+        target = GPUTarget(kind, *TARGETS[kind])
         for kernel in (*ours, *exact):
             function = triton.jit(kernel)
             fixed = {name: width for name, width in widths.items() if name in function.arg_names}
@@ -52,9 +54,9 @@ def main() -> None:
             signature |= dict.fromkeys(fixed, "constexpr")
             is_exact = kernel in exact  # launched so, to round as operators do
             options = {"enable_fp_fusion": False} if is_exact else {}
-            made = triton.compile(ASTSource(function, signature, constexprs=fixed), GPUTarget(*target), options)
+            made = triton.compile(ASTSource(function, signature, constexprs=fixed), target, options)
             assert not (is_exact and "fma." in made.asm.get("ptx", "")), "a product is added before it is rounded"
-        print(json.dumps(target[:2]), flush=True)
+        print(json.dumps([kind, TARGETS[kind][0]]), flush=True)
 
 
 if __name__ == "__main__":

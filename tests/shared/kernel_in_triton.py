@@ -21,6 +21,7 @@ LIMITS = {
     "softcap": Limits(softcap=1.5),
     "both": Limits(70, 2.0),
     "sinks": Limits(9, sinks=SINKS),
+    "together": Limits(9, 1.5, SINKS),
 }
 
 

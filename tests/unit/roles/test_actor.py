@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 from full_disks import files_end_at
+from grids import thinned
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -495,8 +496,18 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed_length"])
-@pytest.mark.parametrize("which", SIGNALS)
+@pytest.mark.parametrize(
+    ("which", "aggregation"),
+    thinned(
+        itertools.product(SIGNALS, ["token", "sequence", "fixed_length"]),
+        ("one group without", "token"),
+        ("one group without", "sequence"),
+        ("single rows without", "sequence"),
+        ("single rows without", "fixed_length"),
+        ("all", "sequence"),
+        ("none", "fixed_length"),
+    ),
+)
 def test_rows_without_a_signal_are_not_computed_and_the_weights_are_the_same_to_the_bit(
     context, spec, ticks, which, aggregation
 ):

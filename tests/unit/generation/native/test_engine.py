@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 import torch
+from grids import thinned
 
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
@@ -68,8 +69,14 @@ def test_greedy_rollouts_are_those_of_transformers(generate, make_policy, make_p
         assert batch.rows([row]).tokens.tolist() == expected[0].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-@pytest.mark.parametrize(("architecture", "kv_heads"), FAMILIES)
+@pytest.mark.parametrize(
+    ("architecture", "kv_heads", "temperature"),
+    thinned(
+        ((*family, temperature) for family in FAMILIES for temperature in (0.7, 1.0, 2.0)),
+        *((*family, 0.7) for family in FAMILIES),
+        *((*FAMILIES[0], temperature) for temperature in (1.0, 2.0)),
+    ),
+)
 def test_reported_logprobs_are_those_of_the_engine(
     generate, make_policy, make_prompts, params, architecture, kv_heads, temperature
 ):
@@ -216,14 +223,15 @@ def test_a_prompt_without_tokens_is_named(generate, make_prompts, params):
         generate(make_prompts([3, 0, 2]), params)
 
 
-def test_sampled_tokens_follow_the_softmax(make_policy, make_prompts, params):
+@pytest.mark.parametrize("num", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
+def test_sampled_tokens_follow_the_softmax(make_policy, make_prompts, params, num):
     """Chi-square over the twenty tokens of the vocabulary, for the first and for the second token of a response."""
     model = make_policy()
     many = dataclasses.replace(params, max_new_tokens=2, stop_tokens=(), seed=0)
     prompts = make_prompts([4])
-    engine = NativeEngine(model, max_rows=6_000, cache_tokens=6_000 * 40)
-    batch = through(engine, prompts, many, version=0, group_size=6_000)
-    responses = batch.tokens.view(6_000, 6)[:, 4:]
+    engine = NativeEngine(model, max_rows=num, cache_tokens=num * 40)
+    batch = through(engine, prompts, many, version=0, group_size=num)
+    responses = batch.tokens.view(num, 6)[:, 4:]
     reference = copy.deepcopy(model).double()
     reference.set_attn_implementation("eager")
 
@@ -306,7 +314,9 @@ def set_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
     make_policy, make_prompts, params, set_threads, dtype
 ):
@@ -326,7 +336,7 @@ def test_the_mode_exact_has_the_same_bits_with_any_number_of_threads(
         assert torch.equal(other.rollout_logprobs, found[0].rollout_logprobs)
 
 
-@pytest.mark.parametrize("max_rows", [2000, 1100])
+@pytest.mark.parametrize("max_rows", [pytest.param(2000, marks=pytest.mark.slow), 1100])
 def test_rows_that_come_and_go_in_two_lanes_are_drawn_as_in_one(
     make_policy, make_prompts, params, set_threads, max_rows
 ):
