@@ -63,7 +63,7 @@ SHARED = ("cluster.runtime=inline", "actor.mesh.tp=2")
     ("spoil", "ranks", "key"),
     [
         *((spoil, THREADS, "model.path") for spoil in CASES),
-        (truncate, PROCESSES, "model.path"),
+        pytest.param(truncate, PROCESSES, "model.path", marks=pytest.mark.slow),  # as the next one
         (break_a_weight, PROCESSES, "model.path"),
         (break_a_weight, SHARED, "model.path"),
         (shrink_the_embedding, THREADS, "critic.path"),

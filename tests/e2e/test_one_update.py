@@ -74,7 +74,14 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+ALWAYS = ("sp", "dp and tp of all")
+"""Those that have every axis."""
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(mesh, id=name, marks=() if name in ALWAYS else pytest.mark.slow) for name, mesh in MESHES.items()],
+)
 def test_ranks_compare_their_rows_together(runs, alone, mesh):
     run, (of_one, expected) = runs.run("together", "cluster.pools={main: [2]}", *mesh, *ALIKE), alone
     for one, two, entropies, same in zip(of_one, steps_of(run), entropies_of(run), expected, strict=True):

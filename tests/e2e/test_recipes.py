@@ -61,9 +61,10 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with models and data sets as they are laid out on the hub, with digits for texts."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data sets as they are laid out on the hub, with digits for texts."""
+    folder = tmp_path_factory.mktemp("hub")
     texts = [str(number) for number in range(12)]
     tests = json.dumps({"inputs": [""], "outputs": [""]})  # any program that runs and is silent passes, such as 12
     sets = {
@@ -84,18 +85,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "agentica-org/DeepCoder-Preview-Dataset/taco/train": [{"problem": one, "tests": tests} for one in texts],
     }
     for name, rows in sets.items():
-        file = tmp_path / f"{name}.jsonl"
+        file = folder / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for seed, name in enumerate(MODELS):
-        (tmp_path / "Qwen").mkdir(exist_ok=True)
+        (folder / "Qwen").mkdir(exist_ok=True)
         family = "qwen3_moe" if name in MIXTURES else "qwen3"
-        make_tiny_model(tmp_path / "Qwen" / name, architecture=family, seed=seed, initializer_range=0.05)
-    make_tiny_model(tmp_path / "Qwen" / "Qwen3.5-9B", architecture="qwen3_5_text", initializer_range=0.05)
-    (tmp_path / "tools.jinja").write_text(TEMPLATE)
+        make_tiny_model(folder / "Qwen" / name, architecture=family, seed=seed, initializer_range=0.05)
+    make_tiny_model(folder / "Qwen" / "Qwen3.5-9B", architecture="qwen3_5_text", initializer_range=0.05)
+    (folder / "tools.jinja").write_text(TEMPLATE)
     lakes = [{"prompt": one, "ground_truth": "P./.G"} for one in texts]
-    (tmp_path / "lakes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lakes))
-    (tmp_path / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"1"\n1 2 3'}) + "\n")
+    (folder / "lakes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lakes))
+    (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"1"\n1 2 3'}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def hub(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that has all of it."""
+    for one in made.iterdir():
+        (tmp_path / one.name).symlink_to(one)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

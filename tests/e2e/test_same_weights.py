@@ -1,12 +1,14 @@
 """The same seed and layout give the same weights, bit for bit, however a run is carried out."""
 
 import collections
+import shutil
 
 import pytest
 from metrics_file import read_metrics
 from tiny_runs import Runs
 
 from rallypoint.journal import GroupScored, read_journal
+from rallypoint.run.folder import RunFolder
 
 pytestmark = pytest.mark.lasting_ray
 
@@ -25,9 +27,15 @@ def digests_of(run):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, weights_of):
-    """The weights of a run of one rank, in this process."""
-    return weights_of(Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE, ONE))
+def whole(tmp_path_factory):
+    """A run of one rank, in this process, with a checkpoint of its middle."""
+    return Runs(tmp_path_factory.mktemp("alone")).run("alone", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
+
+
+@pytest.fixture(scope="module")
+def alone(whole, weights_of):
+    """Its weights."""
+    return weights_of(whole)
 
 
 @pytest.mark.parametrize(("recipe", "ranks"), [("ppo", TWO), ("grpo", ONE)])
@@ -59,14 +67,13 @@ def test_roles_on_pools_of_their_own_give_the_same_weights_as_colocated_ones(run
     assert digests_of(split), "also of weights that have travelled"
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs, weights_of):
-    halved = runs.run("halved", INLINE, ONE, "checkpoint={every_steps: 2, keep: 9}")
-    whole = weights_of(halved)
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs, weights_of, whole, alone):
+    halved = RunFolder(shutil.copytree(whole.path, runs.folder / "halved"))
     for later in sorted(halved.checkpoints.iterdir())[1:]:
         later.rename(halved.path / later.name)
     published = digests_of(halved)
     resumed = runs.resume("halved")
-    assert weights_of(resumed) == whole
+    assert weights_of(resumed) == alone
     assert digests_of(resumed) == published
     scored = [one.event for one in read_journal(resumed.journal) if isinstance(one.event, GroupScored)]
     assert collections.Counter(one.validation for one in scored) == {None: 6 * 8, 0: 16, 2: 16, 4: 2 * 16}

@@ -58,6 +58,7 @@ def test_the_script_runs_under_an_event_loop(here: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[-1] == TOLD
 
 
+@pytest.mark.slow  # test_notebooks.py trains in a kernel
 def test_the_script_runs_in_a_notebook(here: Path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(SCRIPT.replace("{more}", SMALL))])
     client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(here)}})
