@@ -3,6 +3,7 @@
     python benchmarks/publish.py                          # 1M, 50M and a model of 468 MiB, all ways
     python benchmarks/publish.py --models 50M --times 20
     python benchmarks/publish.py changes                  # how many bits of weights an update leaves as they are
+    python benchmarks/publish.py vllm --models 50M        # to a running vLLM server: from memory, and from a folder
 
 `copy` is `copy_` of every tensor into another model, in one process. `memory`, `broadcast` and `folder` publish from a
 process with the model to one or two with a model each; with `2 -> 1`, two processes hold half of the rows each.
@@ -18,12 +19,14 @@ Colocated roles of an unsharded model are not measured: they share the tensors, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -36,11 +39,17 @@ from update import SHAPES, memory_mib
 from rallypoint.cluster.rendezvous import Rendezvous, open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine, policy_outputs
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
+from rallypoint.install import find_engine
+from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import ATTENTION, ModelShard, Part
 from rallypoint.parallel import DeviceMesh
+from rallypoint.roles.connections import ServerReplica
+from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 from rallypoint.weights import (
     HEADER_BYTES,
+    Exposed,
     Held,
     Manifest,
     Participant,
@@ -50,7 +59,9 @@ from rallypoint.weights import (
     Transport,
     join,
     published_folder,
+    same_node,
     share,
+    share_trained,
 )
 from rallypoint.weights.transports import BUCKET_BYTES
 
@@ -83,7 +94,8 @@ SIDES += [Side("folder", 1, 1), Side("folder", 1, 2)]
 def config_of(name: str) -> LlamaConfig:
     if name in SHAPES:
         return SHAPES[name].config("sdpa")
-    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 14}
+    num_layers = 36 if name == "500M" else 14
+    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": num_layers}
     return LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=16)
 
 
@@ -260,17 +272,85 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [f"{numbers / total:.1%}", f"{blocks / num_blocks:.1%}", f"{tensors:.0%}"]
 
 
+class Trainer:
+    """An actor's rank and a rollout rank whose server is vLLM, in this process."""
+
+    rank, say, tick, is_open = 0, staticmethod(print), staticmethod(lambda: None), True
+
+    def __init__(self, folder: Path, dtype: str, rendezvous: Rendezvous) -> None:
+        self.shard, self.rendezvous = load_policy(str(folder), dtype=dtype), rendezvous
+        self.memory = share_trained(self.shard.model)
+        self.held = {name: Held(one.dtype, self.shard.parts[name]) for name, one in self.shard.trained().items()}
+
+    def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
+        self.transport = join(stream.name, self.rendezvous, plan, place, device="cpu", exposed=exposed)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def met(self, plan: TransferPlan, place: int) -> list[bytes]:
+        return same_node.met(self.rendezvous, plan, place)
+
+    def exposed(self) -> Exposed | None:
+        return self.memory and self.memory.exposed(self.held, self.shard.trained())
+
+    @contextlib.contextmanager
+    def open_source(self) -> Iterator[Sender]:
+        yield Sender(self.shard.trained())
+
+
+def to_vllm(name: str, dtype: torch.dtype, times: int) -> dict[str, list[float]]:
+    """Return the seconds of every publish to a running server, in turns: from memory, and by a folder."""
+    seconds: dict[str, list[float]] = {"memory": [], "folder": []}
+    with tempfile.TemporaryDirectory(dir=".") as work, open_rendezvous("memory", "vllm") as rendezvous:
+        folder, word = Path(work) / "model", str(dtype).removeprefix("torch.")
+        torch.manual_seed(0)
+        LlamaForCausalLM(config_of(name)).to(dtype).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
+        outline = Outline.of(outline_policy(str(folder), dtype=word))
+        launch = Launch(
+            python=find_engine("vllm").python, model=str(folder), dtype=word, device="cpu", num_cpus=1, max_tokens=128,
+            max_rows=4, cache_bytes=2048 * outline.cache_bytes_per_token, trust_remote_code=False,
+            log=Path(work) / "vllm.log",
+        )  # fmt: skip
+        with contextlib.closing(VllmConnection(lambda own: ServerProcess(launch, own))) as connection:
+            engine = VLLMEngine(connection, outline, max_request_tokens=128, max_rows=4)
+            trainer, process = Trainer(folder, word, rendezvous), object()
+            replica = ServerReplica(trainer, trainer, engine, trainer)  # pyright: ignore[reportArgumentType]
+            stream = Stream("memory", "xxh3", 600.0, num_parts=1)
+            replica.connect(stream, make_plan(stream, [trainer.held], [process], [process]))  # pyright: ignore[reportArgumentType]
+            for version in range(1, 2 * times + 3):
+                way = "memory" if version % 2 else "folder"
+                began = time.perf_counter()
+                if way == "memory":
+                    replica.receive(version)
+                else:
+                    written = published_folder.write(trainer.shard, Path(work) / "published", version, base=name)
+                    replica.read(version, written)
+                    published_folder.remove_others(written)
+                if version > 2:  # the first ones touch all memory
+                    seconds[way].append(time.perf_counter() - began)
+    return seconds
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["speed", "changes"], default="speed")
-    parser.add_argument("--models", nargs="+", choices=[*SHAPES, "468 MiB"], default=["1M", "50M", "468 MiB"])
+    parser.add_argument("what", nargs="?", choices=["speed", "changes", "vllm"], default="speed")
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES, "468 MiB", "500M"], default=["1M", "50M", "468 MiB"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--times", type=int, default=7)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     wanted = parser.parse_args()
     if wanted.what == "changes":
         changes(wanted.models[0], wanted.rates, wanted.times)
+        return
+    if wanted.what == "vllm":
+        print("| model | way | median s | least | most |\n|---|---|---|---|---|")
+        for name in wanted.models:
+            found = to_vllm(name, torch.bfloat16 if name == "468 MiB" else torch.float32, wanted.times)
+            for way, seconds in found.items():
+                middle = statistics.median(seconds)
+                print(f"| {name} | {way} | {middle:.3f} | {min(seconds):.3f} | {max(seconds):.3f} |", flush=True)
         return
     sides = [side for side in SIDES if side.way in ("copy", *wanted.ways)]
     print("| model | way | ms | GB/s | of copy | cpu ms | of its cpu | peak MiB |\n|---|---|---|---|---|---|---|---|")

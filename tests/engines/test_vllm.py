@@ -19,14 +19,18 @@ from outsider import Caller
 from sampling_cases import CHANGES, decode
 from tiny_models import make_tiny_model
 
+from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import LoRAConfig
-from rallypoint.errors import NotFiniteError, WeightsMismatchError
+from rallypoint.errors import NotFiniteError, PublishError, WeightsMismatchError
 from rallypoint.generation import HFEngine, NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.server import shared_files
 from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
+from rallypoint.roles.connections import ServerReplica
+from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.types import Prompts, offsets_from_lengths
+from rallypoint.weights import Held, Sender, same_node, share_trained
 from rallypoint.weights.published_folder import write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -241,6 +245,68 @@ def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, mod
             torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
             if version == 5:
                 os.killpg(servers[-1].pid, signal.SIGKILL)
+
+
+class Trainer:
+    """What a rollout rank whose server takes weights from memory finds in its process; all of it is here."""
+
+    rank, say, tick, is_open = 0, staticmethod(print), staticmethod(lambda: None), True
+
+    def __init__(self, folder, rendezvous):
+        self.shard, self.rendezvous = load_policy(str(folder), dtype="float32"), rendezvous
+        self.memory = share_trained(self.shard.model)
+        self.held = {name: Held(tensor.dtype, self.shard.parts[name]) for name, tensor in self.shard.trained().items()}
+
+    def open(self, stream, plan, place, exposed):
+        self.transport = same_node.join(self.rendezvous, plan, place, exposed=exposed)
+
+    def close(self):
+        """Nothing is open."""
+
+    def met(self, plan, place):
+        return same_node.met(self.rendezvous, plan, place)
+
+    def exposed(self):
+        return self.memory.exposed(self.held, self.shard.trained())
+
+    @contextlib.contextmanager
+    def open_source(self):
+        yield Sender(self.shard.trained())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_weights_come_from_memory_as_from_a_folder_and_a_server_that_lost_them_takes_the_folder(
+    start, servers, folder, prompts, tmp_path, num_devices
+):
+    with start(None, num_devices=num_devices) as engine, open_rendezvous("memory", "vllm") as rendezvous:
+        trainer, process = Trainer(folder, rendezvous), object()
+        stream = Stream("memory", "xxh3", 600.0, num_parts=num_devices)
+        replica = ServerReplica(trainer, trainer, engine, trainer)
+        replica.connect(stream, make_plan(stream, [trainer.held], [process], [process]))
+        for version in (5, 6, 7):
+            with torch.no_grad():
+                for weight in trainer.shard.model.parameters():
+                    weight.mul_(0.9)
+            if version < 7:
+                assert replica.receive(version)
+            else:
+                os.killpg(servers[-1].pid, signal.SIGKILL)
+                number = engine.submit(Request(tokens=(3, 4), params=BASE))
+                while not engine.lacks_weights:
+                    assert engine.step() == []
+                engine.cancel(number)
+                assert [output.finish_reason for output in engine.step()] == ["cancelled"]
+                with pytest.raises(PublishError, match="started again since it connected"):
+                    engine.receive(7)
+                replica.read(version, write(trainer.shard, tmp_path, version, base=str(folder)))
+            batch = generate(engine, prompts, BASE, version=version, group_size=2)
+            expected = generate(
+                HFEngine(trainer.shard.model, decode=decode, version=version), prompts, BASE, version=version,
+                group_size=2,
+            )  # fmt: skip
+            assert batch.versions.tolist() == [version] * len(batch)
+            assert batch.tokens.tolist() == expected.tokens.tolist()
+            torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):

@@ -6,8 +6,20 @@ import pytest
 import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
+from rallypoint.model_files.pieces import same_names
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join
+from rallypoint.weights import (
+    HEADER_BYTES,
+    Held,
+    Manifest,
+    Participant,
+    Receiver,
+    Sender,
+    TransferPlan,
+    join,
+    same_node,
+)
+from rallypoint.weights.served import Invitation, ServerReceiver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,13 +40,34 @@ def take(rendezvous, plan, device, into):
     line.close()
 
 
-def test_weights_arrive_in_another_process_through_device_memory():
+def take_as_server(rendezvous, plan, device, into):
+    """What a worker of a server does, with the invitation that its rank has for it."""
+    pieces = {"w": same_names("w", SHAPE)}
+    told = Invitation("ipc", plan, [1], same_node.met(rendezvous, plan, 1), pieces).text()
+    own = torch.device(device, torch.accelerator.current_device_index())
+    receiver = ServerReceiver(Invitation.read(told), 0, own)
+    for version in (1, 2):
+        [(name, tensor)] = receiver.tensors(version)
+        assert (name, tensor.device, tensor.dtype) == ("w", own, torch.bfloat16)
+        into.put(float(tensor.float().sum()))
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("take", "members"),
+    [
+        (take, (Participant(0, None), Participant(None, 0))),
+        (take_as_server, (Participant(0, 0), Participant(None, 0, part=0))),
+    ],
+    ids=["model", "server"],
+)
+def test_weights_arrive_in_another_process_through_device_memory(take, members):
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator is not None
     held = {"w": Held(torch.bfloat16, Part.whole(SHAPE))}
     manifest = Manifest.of([held], bucket_bytes=HEADER_BYTES + 2**16, checksum="sums")
     plan, context = (
-        TransferPlan("weights", (Participant(0, None), Participant(None, 0)), manifest, 60.0),
+        TransferPlan("weights", members, manifest, 60.0),
         multiprocessing.get_context("spawn"),
     )
     with open_rendezvous("tcp", "these tests") as rendezvous:

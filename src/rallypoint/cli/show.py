@@ -273,9 +273,8 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
     lines += describe_choices(loaded, machine)
-    lines += (
-        [f"published weights: {describe_transport(transport_name(config))}", ""] if "rollout" in config.roles else []
-    )
+    if "rollout" in config.roles:
+        lines += [f"published weights: {describe_transport(config, transport_name(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 

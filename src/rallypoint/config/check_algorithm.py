@@ -57,6 +57,38 @@ def check_correction(config: RunConfig) -> Iterator[Problem]:
         yield from (_unbounded if anchored else _uncorrected)(config)
 
 
+def check_quantization(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stands against rollouts of a policy in fewer bits than the one that is trained."""
+    found = config.rollout.quantization
+    if found is None:
+        return
+    key = f"rollout.quantization={found}"
+    if config.rollout.engine != "vllm":
+        yield Problem(
+            ("rollout.quantization", "rollout.engine"),
+            f"{key}: rollout.engine={config.rollout.engine!r} samples from weights as they are trained; expected "
+            "rollout.engine=vllm, or null",
+        )
+    if config.cluster.device == "cpu":
+        yield Problem(
+            ("rollout.quantization", "cluster.device"),
+            f"{key}: GPUs compute in 8 bits, and cluster.device=cpu does not; leave it out",
+        )
+    if config.model.dtype == "float32":
+        yield Problem(
+            ("rollout.quantization", "model.dtype"),
+            f"{key}: vLLM makes 8 bits of weights that have 16, and model.dtype=float32; expected bfloat16",
+        )
+    by_token = [item for item in _weighing(config) if isinstance(item, TISConfig) and item.level == "token"]
+    has_no_ratio = config.recipe == "opd" and config.teachers.top_k is not None and not config.teachers.reward_coef
+    if not (by_token or _is_anchored(config) or has_no_ratio):
+        yield Problem(
+            ("rollout.quantization", "correction"),
+            f"{key} samples from another policy than the one that is trained, so each token has to be weighed back to "
+            "its sampler; expected 'correction=[{name: tis, cap: 2.0}]'",
+        )
+
+
 def check_taught_correction(config: RunConfig) -> Iterator[Problem]:
     """Yield the same of a student's losses: that of the teacher, and the policy loss where there is one."""
     teachers = config.teachers

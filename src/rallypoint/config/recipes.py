@@ -10,7 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from rallypoint.config.check_algorithm import check_clipping, check_correction, check_kl, check_taught_correction
+from rallypoint.config.check_algorithm import (
+    check_clipping,
+    check_correction,
+    check_kl,
+    check_quantization,
+    check_taught_correction,
+)
 from rallypoint.config.fields import Problem
 
 if TYPE_CHECKING:
@@ -296,7 +302,7 @@ declare(
         optional_roles=("reward", "reference"),
         advantages=("gae",),
         sections=_LEARNING,
-        checks=(_check_advantage, _check_prompts, check_kl, check_clipping, check_correction),
+        checks=(_check_advantage, _check_prompts, check_kl, check_clipping, check_correction, check_quantization),
     )
 )
 declare(
@@ -307,7 +313,7 @@ declare(
         optional_roles=("reward", "reference"),
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=_LEARNING,
-        checks=(_check_advantage, _check_prompts, check_kl, check_clipping, check_correction),
+        checks=(_check_advantage, _check_prompts, check_kl, check_clipping, check_correction, check_quantization),
     )
 )
 declare(
@@ -350,7 +356,7 @@ declare(
         advantages=(*COMPARES_GROUP, "reinforce_plus_plus", "own"),
         sections=("advantage", "loss", "correction", "aggregation"),
         watched=(("actor/teacher_kl", "teacher kl"), *WATCHED[:2]),
-        checks=(_check_teacher, _check_prompts, check_clipping, check_taught_correction),
+        checks=(_check_teacher, _check_prompts, check_clipping, check_taught_correction, check_quantization),
         unread=_unread_without_rewards,
     )
 )

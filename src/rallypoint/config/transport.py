@@ -21,24 +21,23 @@ def transport_name(config: RunConfig, num_nodes: int | None = None) -> Transport
         return "shared"
     if config.rollout.weights != "auto":
         return config.rollout.weights
-    if config.rollout.engine == "vllm" or config.rollout.mesh.tp > 1:
-        return "folder"  # a process without our packages can read it, and a rank any part of it
+    has_server = config.rollout.engine == "vllm"
+    if (config.model.lora is not None) if has_server else (config.rollout.mesh.tp > 1):
+        return "folder"  # vLLM takes adapters from files alone, and a rank reads any part of them
     num_nodes = num_nodes or _num_nodes(config)
     if num_nodes is None:
         return None
     if num_nodes > 1:
-        return "broadcast"
+        return "folder" if has_server else "broadcast"
     return "memory" if config.cluster.device == "cpu" else "ipc"
 
 
-def describe_transport(name: TransportName | None) -> str:
-    """Return a transport in words; None is one that the placement will tell.
-
-    >>> describe_transport("memory")
-    'memory (shared by the processes of a node)'
-    """
+def describe_transport(config: RunConfig, name: TransportName | None) -> str:
+    """Return a transport in words; None is one that the placement will tell."""
     if name is None:
-        return "memory on one node, broadcast across nodes"
+        near = "memory" if config.cluster.device == "cpu" else "ipc"
+        far = "folder" if config.rollout.engine == "vllm" else "broadcast"
+        return f"{near} on one node, {far} across nodes"
     words = {
         "shared": "rollouts are sampled from the actor's own",
         "memory": "shared by the processes of a node",

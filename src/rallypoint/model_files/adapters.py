@@ -26,8 +26,9 @@ from torch import Tensor
 
 from rallypoint.config import LoRAConfig
 from rallypoint.errors import ModelError
+from rallypoint.model_files.pieces import Piece, Sources
 from rallypoint.model_files.reader import TensorFiles, reads_of
-from rallypoint.model_files.tensor_names import Piece, Sources, own_names
+from rallypoint.model_files.tensor_names import own_names
 from rallypoint.model_files.writer import Writing, save_tensors
 from rallypoint.models.kinds.expert_adapters import MATRICES, updated_weight
 from rallypoint.models.lora import (

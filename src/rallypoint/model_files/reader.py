@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor
 
 from rallypoint.errors import ModelError
-from rallypoint.model_files.tensor_names import Sources
+from rallypoint.model_files.pieces import Sources
 from rallypoint.models.part import Part
 
 CHUNK_BYTES = 4 * 2**20

@@ -27,8 +27,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from rallypoint.disk import Listed, explain, write_list
 from rallypoint.errors import CheckpointError
 from rallypoint.model_files.locate import INDEX, SINGLE
+from rallypoint.model_files.pieces import Sources, same_names
 from rallypoint.model_files.reader import CHUNK_BYTES, TYPES
-from rallypoint.model_files.tensor_names import Sources, same_names, sources_of
+from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models.part import MODULUS, Part, rectangles_of, sum_of
 from rallypoint.models.shard import ModelShard, gather, given_by_ranks
 from rallypoint.parallel import DeviceMesh

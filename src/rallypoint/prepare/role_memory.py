@@ -95,7 +95,9 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
         trained = (adapters + (shape.hidden_size + 1 if role == "critic" else 0)) // cut
     own = trained if role == "reference" and config.reference_shares_actor else parameters
     shares_actor = role == "rollout" and config.rollout_shares_actor
-    weights, optimizer = own * size, trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0
+    halved = shape.num_backbone_parameters // cut if role == "rollout" and config.rollout.quantization else 0
+    weights = own * size - halved * (size - 1)  # a server has layers in 8 bits
+    optimizer = trained * _WIDE * (2 if size == _WIDE else 3) if learner else 0
     if learner is not None and sizes["dp_shard"] > 1 and size < _WIDE:  # the shards are the masters
         weights, optimizer = weights + trained * (_WIDE - size), 2 * trained * _WIDE
     # Every rank draws from the logits of all tokens.
@@ -348,10 +350,8 @@ def _num_validated(config: RunConfig) -> int:
 
 def _groups_together(config: RunConfig) -> int:
     """Return how many prompts a process of the rollout role decodes at a time."""
-    rollout = config.rollout
-    return min(
-        -(-config.max_groups // config.num_parts("rollout")), max(1, rollout.max_batch_rows // rollout.group_size)
-    )
+    rollout, num_groups = config.rollout, -(-config.max_groups // config.num_parts("rollout"))
+    return min(num_groups, max(1, rollout.max_batch_rows // rollout.group_size))
 
 
 def _prompts_together(config: RunConfig) -> int:

@@ -115,7 +115,7 @@ class Setup:
         rollouts = await Rollouts.create(self.placement)
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
         if transport_name(self.config) is None:
-            self.journal.say(f"published weights: {describe_transport(rollouts.transport.name)}")
+            self.journal.say(f"published weights: {describe_transport(self.config, rollouts.transport.name)}")
         mailbox = Mailbox(rollouts, schedule, keeper=self.placement)
         self.placement.refillers["rollout"] = mailbox
         return RolloutSource(

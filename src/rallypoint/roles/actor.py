@@ -28,11 +28,12 @@ from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import policy_outputs
 from rallypoint.roles.colocated import ActorParts, MemoryLease, with_lease
+from rallypoint.roles.connections import StreamConnection
 from rallypoint.roles.dealing import likeliest_of, per_token
 from rallypoint.roles.judging import check_gap, check_ratio, compare
 from rallypoint.roles.learner import Learner, LearnerWorker, MiniBatches
 from rallypoint.roles.placement import Placement, WorkerSpec
-from rallypoint.roles.publishing import Stream, StreamConnection, Subscriber, joint_digest, share_published, with_room
+from rallypoint.roles.publishing import Stream, Subscriber, joint_digest, share_published, with_room
 from rallypoint.types import (
     ActorBatch,
     DistilledBatch,

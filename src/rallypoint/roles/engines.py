@@ -74,11 +74,14 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         max_rows=rollout.max_batch_rows,
         cache_bytes=cache_bytes,
         trust_remote_code=model.trust_remote_code,
-        memory_share=_memory_share(outline.num_bytes // rollout.mesh.tp + cache_bytes, context.device),
+        memory_share=_memory_share(
+            outline.num_bytes(rollout.quantization) // rollout.mesh.tp + cache_bytes, context.device
+        ),
         log=spec.folder.path / "logs" / f"vllm-{context.rank}.log",
         adapter_rank=_adapter_rank(model.lora),
         second_runner=context.device != "cpu",
         records_experts=rollout.router_replay,
+        quantization=rollout.quantization,
         num_devices=rollout.mesh.tp,
     )
     connection = VllmConnection(

@@ -22,32 +22,23 @@ from typing import Protocol
 
 import xxhash
 
-from rallypoint.cluster import WorkerContext
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import TransportName, transport_name
-from rallypoint.disk import Outage
 from rallypoint.errors import CheckpointError, PlacementError, WeightsMismatchError, WorkerError
 from rallypoint.models import ModelShard
-from rallypoint.roles.placement import WorkerSpec
 from rallypoint.weights import (
     HEADER_BYTES,
-    Exposed,
     Held,
     Manifest,
     Participant,
     SharedWeights,
     TransferPlan,
-    Transport,
-    join,
     published_folder,
     share_trained,
 )
 from rallypoint.weights.manifest import Checksum
 from rallypoint.weights.transports import BUCKET_BYTES
-
-PUBLISHED = "published"
-"""Folder within that of the run, for weights that are written."""
 
 _WATCHDOG_S = 10.0
 """Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
@@ -62,6 +53,8 @@ class Publisher(Protocol):
     """The actor, as a transport sees it."""
 
     version: int
+    is_published: asyncio.Event
+    """Set while the rollout role has the current weights."""
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -129,12 +122,12 @@ class Replica(Protocol):
     shares_actor: bool
     """Whether its tensors are the actor's own."""
 
-    def read(self, version: int, published: Path) -> None:
-        """Read the weights from a folder."""
+    def read(self, version: int, published: Path) -> str | None:
+        """Read the weights from a folder; return a digest if it was computed on the way."""
         ...
 
-    def receive(self, version: int) -> None:
-        """Take the weights over as they arrive."""
+    def receive(self, version: int) -> str | None:
+        """Take the weights over as they arrive; likewise."""
         ...
 
 
@@ -149,8 +142,8 @@ class WeightTransport(abc.ABC):
         """Give the rollout role the actor's weights; on the driver."""
 
     @abc.abstractmethod
-    def load(self, rank: Replica, version: int, published: Path | None) -> None:
-        """Have a rank take them over; in its process.
+    def load(self, rank: Replica, version: int, published: Path | None) -> str | None:
+        """Have a rank take them over, in its process; return a digest if it was computed on the way.
 
         Raises:
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
@@ -165,7 +158,7 @@ class SharedTensors(WeightTransport):
         """See `WeightTransport`."""
         await subscriber.load(actor.version)
 
-    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+    def load(self, rank: Replica, version: int, published: Path | None) -> str | None:
         """See `WeightTransport`."""
         del published
         if not rank.shares_actor:
@@ -182,10 +175,10 @@ class WrittenFolder(WeightTransport):
         await subscriber.load(actor.version, written)
         published_folder.remove_others(written)
 
-    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+    def load(self, rank: Replica, version: int, published: Path | None) -> str | None:
         """See `WeightTransport`."""
         assert published is not None, "`publish` has written it"
-        rank.read(version, published)
+        return rank.read(version, published)
 
 
 @dataclasses.dataclass(slots=True)
@@ -195,77 +188,44 @@ class Stream(WeightTransport):
     checksum: Checksum
     timeout_s: float
     """Seconds to wait for another member."""
+    num_parts: int | None = None
+    """Workers of the server that each rank of the rollout role has; None if ranks have the model themselves."""
     is_open: bool = False
     """Whether all ranks are connected."""
+    is_refused: bool = False
+    """Whether servers cannot be connected, so that a folder is written instead."""
 
     @classmethod
     def of(cls, name: TransportName, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
-        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S)
+        num_parts = config.rollout.mesh.tp if config.rollout.engine == "vllm" else None
+        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
-        """See `WeightTransport`."""
+        """See `WeightTransport`; what servers do not get from memory, they get from a folder."""
+        try:
+            if not self.is_refused:
+                await self._send(actor, subscriber)
+                return
+        except WorkerError:  # which the rank has said
+            if self.num_parts is None:
+                raise
+        await WrittenFolder("folder").publish(actor, subscriber)
+
+    async def _send(self, actor: Publisher, subscriber: Subscriber) -> None:
         if not self.is_open:
             plan = make_plan(self, await actor.held(), actor.processes, subscriber.role.processes)
+            self.is_refused = self.num_parts is not None
             await both(actor.connect(self, plan), subscriber.role.connect(self, plan))
+            self.is_refused = False
         self.is_open = False  # after an error it is opened again
         await both(actor.send(), subscriber.load(actor.version))
         self.is_open = True
 
-    def load(self, rank: Replica, version: int, published: Path | None) -> None:
+    def load(self, rank: Replica, version: int, published: Path | None) -> str | None:
         """See `WeightTransport`."""
-        del published
-        rank.receive(version)
-
-
-class StreamConnection:
-    """A worker's end of a stream, which it opens at the first publish, and again after one that failed; or a folder."""
-
-    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
-        self._context, self._spec = context, spec
-        self._transport: Transport | None = None
-        self._outage = Outage(context.say, "the run waits, and tries again")
-
-    def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
-        """Meet the others, who read what is exposed from where it is."""
-        self.close()
-        assert self._spec.rendezvous is not None, "who publishes has a place to meet"
-        device = self._spec.config.cluster.device
-        self._transport = join(stream.name, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this worker takes part."""
-        return self._transport is not None
-
-    @property
-    def transport(self) -> Transport:
-        """The open transport."""
-        assert self._transport is not None, "the driver opens it before it publishes"
-        return self._transport
-
-    def write(self, shard: ModelShard, version: int, below: str, *, base: str) -> tuple[Path, str]:
-        """Write weights into a folder that all nodes see; see `published_folder.write`.
-
-        Returns:
-            The folder, and why it could not be written, as of a full disk, else empty: all ranks may try again.
-        """
-        folder = self._spec.folder.path / PUBLISHED / below
-        with shard.mesh.abandoned_on_error():
-            try:
-                written = published_folder.write(shard, folder, version, base=base)
-            except CheckpointError as error:
-                self._outage.lasts(error)
-                return folder, str(error)
-        self._outage.ends(f"weights of version {version} are published")
-        return written, ""
-
-    def close(self) -> None:
-        """Leave, if it is open."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        return rank.receive(version) if published is None else rank.read(version, published)
 
 
 def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | None:
@@ -329,6 +289,8 @@ def make_plan(
 ) -> TransferPlan:
     """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
+    Where rollout ranks have servers, the workers of these are the receivers.
+
     Args:
         stream: that they take part in.
         held: by the ranks of the actor.
@@ -342,6 +304,9 @@ def make_plan(
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
+    if stream.num_parts is not None:
+        members = tuple(member for member in members if member.sender is not None)
+        members += tuple(Participant(None, rank, part) for rank in takers.values() for part in range(stream.num_parts))
     meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
     return TransferPlan(meeting, members, manifest, stream.timeout_s)
 

@@ -46,6 +46,10 @@ class SliceResult:
     """Steps that its engine has taken."""
     busy_s: float = 0.0
     """Seconds that it has sampled."""
+    lacks_weights: bool = False
+    """Whether it waits for weights because its server was started again, or gave them up while it slept."""
+    is_sampling: bool = False
+    """Whether it has requests left, and the memory of its process until the next slice."""
 
 
 class RankEngine:

@@ -14,22 +14,20 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
 from rallypoint.cluster.call import Process
 from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
-from rallypoint.models import ModelShard, trained_weights
+from rallypoint.models import ModelShard
 from rallypoint.roles.colocated import ActorParts, LeaseHolder, MemoryLease, make_room_for_neighbour, with_lease
+from rallypoint.roles.connections import ModelReplica, ServerReplica, StreamConnection
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.publishing import (
     Publisher,
     SharedTensors,
     Stream,
-    StreamConnection,
     WeightTransport,
     WrittenFolder,
     joint_digest,
@@ -37,7 +35,7 @@ from rallypoint.roles.publishing import (
 )
 from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult
 from rallypoint.types import Metrics, Sum, merge
-from rallypoint.weights import Receiver, TransferPlan, fingerprint, published_folder
+from rallypoint.weights import TransferPlan, published_folder
 
 
 class RolloutWorker(LeaseHolder):
@@ -48,7 +46,7 @@ class RolloutWorker(LeaseHolder):
         spec.prepare(context)
         self.lease = MemoryLease(context)
         self._spec, self._context, self.shares_actor = spec, context, shares_actor
-        self._connection, self._actor = StreamConnection(context, spec), ActorParts.find(context)
+        connection, self._actor = StreamConnection(context, spec), ActorParts.find(context)
         self._problem: str | None = None
         self._until, self._sampling = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_sampling = False
@@ -59,9 +57,11 @@ class RolloutWorker(LeaseHolder):
             make_room_for_neighbour(context)
             self._server = start_server(spec, context, self._until)
             self._engine: GenerationEngine = self._server
+            self._replica = ServerReplica(connection, context, self._server, self._actor)
         else:
             self._shard = self._own_model(context, spec)
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
+            self._replica = ModelReplica(connection, context, self._shard, self._actor)
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh)
         self._guests: GuestEngine | None = None
@@ -73,11 +73,6 @@ class RolloutWorker(LeaseHolder):
         if "actor" in spec.config.sleeping:
             self.lease.sleep_between(self._actor.engine)
         return self._actor.engine.shard
-
-    @property
-    def _model(self) -> PreTrainedModel:
-        assert self._shard is not None, "a server has the model"
-        return self._shard.model
 
     def __enter__(self) -> RolloutWorker:
         return self
@@ -115,9 +110,10 @@ class RolloutWorker(LeaseHolder):
                 if error is not None and not isinstance(error, GenerationError | NotFiniteError | RequestError):
                     raise error
             if_it_fails.pop_all()
-        if not self._engine.has_work:
+        lacks_weights = self._server is not None and self._server.lacks_weights
+        if lacks_weights or not self._engine.has_work:
             self._stop()
-        return done
+        return dataclasses.replace(done, lacks_weights=lacks_weights, is_sampling=self._is_sampling)
 
     def _stop(self) -> None:
         """Put the engine to sleep, so that other roles of this process get the memory."""
@@ -179,12 +175,7 @@ class RolloutWorker(LeaseHolder):
         Raises:
             WeightsMismatchError: names, shapes or types are not those of the model.
         """
-        plan.manifest.check(trained_weights(self._model))
-        self._plan, self._place = plan, plan.place_of_receiver(self._context.rank)
-        sends = plan.members[self._place].sender is not None
-        self._connection.open(
-            stream, plan, self._place, self._actor.exposed() if sends and self._actor is not None else None
-        )
+        self._replica.connect(stream, plan)
 
     @collect
     def load(self, version: int, transport: WeightTransport, published: Path | None) -> str | None:
@@ -197,33 +188,11 @@ class RolloutWorker(LeaseHolder):
             WeightsMismatchError: they are damaged, incomplete, or of another version or model.
         """
         self._problem = f"version {version} was not loaded whole"
-        transport.load(self, version, published)
+        digest = transport.load(self._replica, version, published)
         if self._server is None:
             self._engine.load(version, None)
         self._problem = None
-        if self._server is not None:
-            assert published is not None, "a server reads weights from a folder"
-            return published_folder.digest_of(published)
-        return None if self.shares_actor else fingerprint(trained_weights(self._model))
-
-    def read(self, version: int, published: Path) -> None:
-        """See `Replica`."""
-        if self._server is not None:
-            self._server.load_folder(version, published)
-        else:
-            assert self._shard is not None, "who has no server has the model"
-            published_folder.read(self._shard, published, version)
-
-    def receive(self, version: int) -> None:
-        """See `Replica`."""
-        sink = Receiver(self._plan.manifest, trained_weights(self._model), version)
-        with contextlib.ExitStack() as open_sources:
-            source = None
-            if self._plan.members[self._place].sender is not None:
-                assert self._actor is not None, "the actor's rank of this process left its parts"
-                source = open_sources.enter_context(self._actor.open_source())
-            self._connection.transport.run(version, source, sink, self._context.tick)
-        sink.finish()
+        return digest
 
 
 class Rollouts:
@@ -236,6 +205,8 @@ class Rollouts:
         self.publisher: Publisher | None = None
         """The actor, once it has published."""
         self._max_guest_rows: int | None = None
+        self._sampling: set[int] = set()
+        """Ranks that have the memory of their process."""
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -265,22 +236,45 @@ class Rollouts:
 
     async def advance(self, rank: int, asked: SliceRequest) -> SliceResult:
         """Have a rank sample for a slice; it is sent at once, before the first wait."""
-        return await self._group.call_ranks(self._group.mesh.sharing(rank), RolloutWorker.advance, asked)
+        self._sampling.add(rank)
+        done = await self._group.call_ranks(self._group.mesh.sharing(rank), RolloutWorker.advance, asked)
+        if not done.is_sampling:
+            self._sampling.discard(rank)
+        if done.lacks_weights and self._may_ask_actor:
+            await self._give_folder(rank, asked.version)
+        return done
+
+    @property
+    def _may_ask_actor(self) -> bool:
+        """Whether the actor can write its weights: if it trains newer ones, these come to all without being asked for.
+
+        Where it shares processes with ranks that sample, it has no memory until they are done.
+        """
+        if self.publisher is None or not self.publisher.is_published.is_set():
+            return False
+        return not self._sampling or not any(one in self.processes for one in self.publisher.processes)
 
     async def forget(self) -> None:
         """Have all ranks drop what they sample for training and sessions."""
         await self._group.call(RolloutWorker.forget)
+        self._sampling.clear()
 
     async def refill(self, rank: int, version: int) -> None:
         """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
-        sharing = self._group.mesh.sharing(rank)
-        if isinstance(self.transport, Stream):
-            self.transport.is_open = False  # it led to the process that was lost
+        self._sampling.discard(rank)
         if self._max_guest_rows is not None:
+            sharing = self._group.mesh.sharing(rank)
             await self._group.call_ranks(sharing, RolloutWorker.open_guests, self._max_guest_rows)
+        await self._give_folder(rank, version)
+
+    async def _give_folder(self, rank: int, version: int) -> None:
+        """Have the actor write its weights for one rank, unless it has newer ones already, which come to all."""
+        if isinstance(self.transport, Stream):
+            self.transport.is_open = False  # it led to what was lost
         if self.publisher is None or self.publisher.version != version:
             return
         written = await self.publisher.written("rollout")
+        sharing = self._group.mesh.sharing(rank)
         await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)
         published_folder.remove_others(written)  # a server that is started again reads it, too
 

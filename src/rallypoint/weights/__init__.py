@@ -5,8 +5,9 @@ Must not know: roles, when weights are published.
 
 from rallypoint.weights.checksums import fingerprint
 from rallypoint.weights.endpoints import Receiver, Sender
+from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
-from rallypoint.weights.shared import Exposed, SharedWeights, share, share_trained
+from rallypoint.weights.shared import SharedWeights, share, share_trained
 from rallypoint.weights.transfer import Participant, TransferPlan
 from rallypoint.weights.transports import Transport, join
 

@@ -142,3 +142,13 @@ class DeviceMemory:
     def settle(self) -> None:
         """See `Buffers.settle`."""
         torch.accelerator.current_stream(self._device).synchronize()
+
+
+def kinds_of_memory(way: str, device: torch.device) -> tuple[Buffers, ...]:
+    """Return the kinds of memory that a transport of one node can go through, the best one first.
+
+    Args:
+        way: "memory" or "ipc".
+        device: of this process.
+    """
+    return (DeviceMemory(device, TorchHandles()), HostMemory()) if way == "ipc" else (HostMemory(),)

@@ -97,16 +97,19 @@ class Receiver:
     Errors are kept until `finish`, so that a rank goes on receiving and the others can finish sending.
     """
 
-    def __init__(self, manifest: Manifest, into: Mapping[str, Tensor], version: int) -> None:
+    def __init__(
+        self, manifest: Manifest, into: Mapping[str, Tensor], version: int, device: torch.device | None = None
+    ) -> None:
         """Begin: from now on, until `finish` has returned, the model has no version.
 
         Args:
             manifest: checked against `into`.
             into: all published weights of the model.
             version: expected in every bucket.
+            device: of the weights; None: of the first of them.
         """
         self._manifest, self._into, self._bytes, self._version = manifest, into, _Bytes(into), version
-        self._device = next(iter(into.values())).device
+        self._device = device or next(iter(into.values())).device
         self._missing = set(range(len(manifest.buckets)))
         self._problem: str | None = None
         self._unread: list[tuple[int, Tensor]] = []
@@ -224,6 +227,10 @@ class _Bytes:
             self._flat[name] = tensor.view(-1).view(torch.uint8).numpy() if is_plain else None
         flat = self._flat[name]
         return None if flat is None else flat[place.run]
+
+    def forget(self, name: str) -> None:
+        """Keep nothing of a tensor."""
+        self._flat.pop(name, None)
 
 
 def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:

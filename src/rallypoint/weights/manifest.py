@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.errors import WeightsMismatchError
-from rallypoint.models import Part, rectangles_of
+from rallypoint.models.part import Part, rectangles_of
 
 HEADER_BYTES = 4096
 """Size of a bucket's header."""
@@ -117,6 +117,8 @@ class Manifest:
     """Bound on the size of a bucket."""
     checksum: Checksum
     """Kind of the rectangles' checksums; all members have one kind of device."""
+    ranks: tuple[Mapping[str, Held], ...]
+    """What each rank of the actor holds, by names of tensors; all else follows from it."""
 
     @property
     def num_bytes(self) -> int:
@@ -155,7 +157,7 @@ class Manifest:
         # Senders take turns, so that all of them are busy.
         turns = itertools.zip_longest(*streams)
         buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
-        return cls(shapes, buckets, bucket_bytes, checksum)
+        return cls(shapes, buckets, bucket_bytes, checksum, tuple(ranks))
 
     def check(self, into: Mapping[str, Tensor]) -> None:
         """Refuse a model that has other weights.

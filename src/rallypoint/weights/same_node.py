@@ -18,17 +18,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous
-from rallypoint.errors import WeightsMismatchError
+from rallypoint.errors import PeerFailedError, WeightsMismatchError
 from rallypoint.weights.buffers import Buffers, HostMemory
 from rallypoint.weights.endpoints import Receiver, Runs, Sender, seal
+from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.manifest import HEADER_BYTES, Manifest
-from rallypoint.weights.shared import Exposed
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
@@ -172,6 +172,11 @@ class SameNodeTransport:
         self._outlet.settle()
 
     def _receive(self, sink: Receiver, source: Sender | None, tick: Callable[[], None]) -> None:
+        for _ in self.received(sink, source):
+            tick()
+
+    def received(self, sink: Receiver, source: Sender | None = None) -> Iterator[None]:
+        """Hand every bucket to the sink; after each, whoever asks for the next may do something with it."""
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if source is not None and bucket.sender == self._rank:
                 sink.take(index, source)
@@ -181,7 +186,7 @@ class SameNodeTransport:
                 sink.unpack(index, memory, inlet.in_place.runs.get(index))
                 inlet.buffers.settle()
                 inlet.taken()
-            tick()
+            yield
 
 
 def join(
@@ -202,37 +207,79 @@ def join(
         buffers: kinds of memory, the best one first and the same in all members. One that a receiver cannot open is not
             used.
     """
+    me, names = plan.members[place], [member.name for member in plan.members]
     with contextlib.ExitStack() as unless_joined:
-        senders, receivers = _connected(rendezvous, plan, place, unless_joined)
+        with Listener() as listener:
+            addresses = met(rendezvous, plan, place, listener.address)
+            senders = _senders(plan, place, addresses, unless_joined) if place in plan.receivers else {}
+            others = [other for other in plan.receivers if other != place] if me.sender is not None else []
+            receivers = listener.accept(names, others, plan.timeout_s)
+            for receiver in receivers:
+                unless_joined.callback(receiver.close)
         outlet, inlets = _Handshake(plan, place, senders, receivers).agree(buffers, exposed)
         unless_joined.pop_all()
     return SameNodeTransport(plan, place, outlet, inlets)
 
 
-def _connected(
-    rendezvous: Rendezvous, plan: TransferPlan, place: int, until: contextlib.ExitStack
-) -> tuple[dict[int, Peer], list[Peer]]:
-    """Connect to all other senders, by rank, if this member receives; and to all other receivers, if it sends."""
-    me, names = plan.members[place], [member.name for member in plan.members]
-    with Listener() as listener:
-        # The rendezvous is left at once: from here on, the sockets tell who is there.
-        with (
-            naming_absentees(plan),
-            rendezvous.join(
-                plan.name, rank=place, world_size=len(names), payload=listener.address, timeout_s=plan.timeout_s
-            ) as membership,
-        ):
-            addresses = [member.payload for member in membership.members]
-        senders: dict[int, Peer] = {}
-        for other, member in enumerate(plan.members):
-            if me.receiver is not None and member.sender is not None and other != place:
-                senders[member.sender] = connect(addresses[other], names[other], place, plan.timeout_s)
-                until.callback(senders[member.sender].close)
-        others = [other for other in plan.receivers if other != place] if me.sender is not None else []
-        receivers = listener.accept(names, others, plan.timeout_s)
-        for receiver in receivers:
-            until.callback(receiver.close)
-        return senders, receivers
+def met(rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes = b"") -> list[bytes]:
+    """Meet the other members, and return where each of them listens, by place.
+
+    The rendezvous is left at once: from here on, the sockets tell who is there.
+
+    Args:
+        rendezvous: where to meet.
+        plan: the members.
+        place: index of this member, or of a process that cannot come itself: see `join_as_receiver`.
+        address: where it listens; empty if it only receives.
+
+    Raises:
+        PublishError: some members did not come; they are named.
+    """
+    size = len(plan.members)
+    with (
+        naming_absentees(plan),
+        rendezvous.join(
+            plan.name, rank=place, world_size=size, payload=address, timeout_s=plan.timeout_s
+        ) as membership,
+    ):
+        return [member.payload for member in membership.members]
+
+
+def join_as_receiver(
+    plan: TransferPlan, place: int, addresses: Sequence[bytes], buffers: Sequence[Buffers]
+) -> SameNodeTransport:
+    """Join as a member that only receives, from a process without a rendezvous: another one `met` the members for it.
+
+    Args:
+        plan: the members and the manifest.
+        place: index of this member.
+        addresses: where members listen, by place.
+        buffers: see `join`.
+    """
+    with contextlib.ExitStack() as unless_joined:
+        senders = _senders(plan, place, addresses, unless_joined)
+        _, inlets = _Handshake(plan, place, senders, ()).agree(buffers, None)
+        unless_joined.pop_all()
+    return SameNodeTransport(plan, place, None, inlets)
+
+
+def leave_out(plan: TransferPlan, places: Sequence[int], addresses: Sequence[bytes]) -> None:
+    """Tell senders that receivers will not come, who otherwise would wait: their connections end at once."""
+    for place in places:
+        with contextlib.ExitStack() as at_once, contextlib.suppress(PeerFailedError):
+            _senders(plan, place, addresses, at_once)
+
+
+def _senders(
+    plan: TransferPlan, place: int, addresses: Sequence[bytes], until: contextlib.ExitStack
+) -> dict[int, Peer]:
+    """Connect to all other senders, by rank."""
+    senders: dict[int, Peer] = {}
+    for other, member in enumerate(plan.members):
+        if member.sender is not None and other != place:
+            senders[member.sender] = connect(addresses[other], member.name, place, plan.timeout_s)
+            until.callback(senders[member.sender].close)
+    return senders
 
 
 class _Handshake:

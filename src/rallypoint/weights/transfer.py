@@ -16,16 +16,23 @@ class Participant:
 
     >>> Participant(0, None).name, Participant(None, 3).name, Participant(1, 1).name
     ('actor rank 0', 'rollout rank 3', 'actor rank 1 and rollout rank 1')
+    >>> Participant(None, 3, part=1).name
+    "part 1 of rollout rank 3's server"
     """
 
     sender: int | None
     """Rank of the actor whose buckets it sends, if any."""
     receiver: int | None
     """Rank of the rollout role whose model it fills, if any."""
+    part: int | None = None
+    """Number of a worker of that rank's server, which has the model in a process of its own; None: this process is the
+    rank's."""
 
     @property
     def name(self) -> str:
         """Name for error messages."""
+        if self.part is not None:
+            return f"part {self.part} of rollout rank {self.receiver}'s server"
         roles = [("actor", self.sender), ("rollout", self.receiver)]
         return " and ".join(f"{role} rank {rank}" for role, rank in roles if rank is not None)
 
@@ -43,16 +50,30 @@ class TransferPlan:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Indices of the members that have a model to fill."""
-        return tuple(place for place, member in enumerate(self.members) if member.receiver is not None)
+        """Indices of the members that have a model to fill: where ranks have servers, the workers of these."""
+        has_servers = any(member.part is not None for member in self.members)
+        return tuple(
+            place
+            for place, member in enumerate(self.members)
+            if member.receiver is not None and (member.part is not None) == has_servers
+        )
 
     def place_of_sender(self, rank: int) -> int | None:
         """Return the index of the member that sends for a rank of the actor; None if that rank sends nothing."""
         return next((place for place, member in enumerate(self.members) if member.sender == rank), None)
 
+    def place_of_process(self, rank: int) -> int | None:
+        """Return the index of the process that sends, and has a rank of the rollout role; None if it sends nothing."""
+        senders = (place for place, member in enumerate(self.members) if member.sender is not None)
+        return next((place for place in senders if self.members[place].receiver == rank), None)
+
     def place_of_receiver(self, rank: int) -> int:
         """Return the index of the member that has the model of a rank of the rollout role."""
-        return next(place for place, member in enumerate(self.members) if member.receiver == rank)
+        return self.places_of_receiver(rank)[0]
+
+    def places_of_receiver(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of the members that have the model of a rank of the rollout role, which a server cuts."""
+        return tuple(place for place in self.receivers if self.members[place].receiver == rank)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device, Group, meet
 from rallypoint.weights import same_node
-from rallypoint.weights.buffers import DeviceMemory, HostMemory, TorchHandles
+from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.endpoints import Receiver, Sender
-from rallypoint.weights.shared import Exposed
+from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
 BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
@@ -109,11 +109,9 @@ def join(
         PublishError: some members did not come; they are named.
         PeerFailedError: another member went away.
     """
-    if way == "memory":
-        return same_node.join(rendezvous, plan, place, exposed=exposed)
-    if way == "ipc":
-        device_memory = DeviceMemory(torch.device(device, torch.accelerator.current_device_index()), TorchHandles())
-        return same_node.join(rendezvous, plan, place, buffers=(device_memory, HostMemory()))
+    if way != "broadcast":
+        own = torch.device(device, torch.accelerator.current_device_index()) if way == "ipc" else torch.device(device)
+        return same_node.join(rendezvous, plan, place, exposed=exposed, buffers=kinds_of_memory(way, own))
     return join_broadcast(rendezvous, plan, place, device)
 
 

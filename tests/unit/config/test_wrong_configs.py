@@ -211,7 +211,27 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("heads are 16 wide, and vLLM on processors knows 32, 64", "model.create.num_heads=2"),
     ),
     "fit: vllm and wide adapters": ("rollout.engine=vllm model.lora.rank=513", ("rank=513", "at most 512")),
-    "fit: vllm and the way of weights": ("rollout.engine=vllm rollout.weights=memory", ("the way `folder`",)),
+    "fit: vllm and the way of weights": (
+        "rollout.engine=vllm rollout.weights=broadcast",
+        ("rollout.weights='broadcast'", "weights take the way `folder`, or memory or ipc on one node"),
+    ),
+    "fit: vllm and the way of adapters": (
+        "rollout.engine=vllm model.lora.rank=8 rollout.weights=memory",
+        ("rollout.weights='memory'", "adapters take the way `folder`; leave it at auto"),
+    ),
+    "fit: 8 bits and another engine": (
+        "rollout.quantization=fp8",
+        (
+            "rollout.quantization=fp8: rollout.engine='native' samples from weights as they are trained",
+            "rollout.quantization=fp8: GPUs compute in 8 bits, and cluster.device=cpu does not",
+            "and model.dtype=float32; expected bfloat16",
+            "each token has to be weighed back to its sampler; expected 'correction=[{name: tis, cap: 2.0}]'",
+        ),
+    ),
+    "fit: 8 bits and weights by row": (
+        'rollout.quantization=fp8 rollout.engine=vllm correction=[{"name":"tis","level":"sequence"}]',
+        ("expected 'correction=[{name: tis, cap: 2.0}]'",),
+    ),
     "fit: vllm and exact": ("rollout.engine=vllm rollout.exact=true", ("rollout.exact=true", "rollout.engine=native")),
     "range: temperature that overflows": ("rollout.temperature=1e-300", ("temperature=1e-300", "from 0.001 to 10")),
     "fit: validation almost greedy": (

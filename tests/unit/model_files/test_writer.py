@@ -21,7 +21,7 @@ from rallypoint import checkpoint
 from rallypoint.errors import CheckpointError
 from rallypoint.families import MIXTURES
 from rallypoint.model_files import Writing, load_policy, own_names, save_model, save_tensors
-from rallypoint.model_files.tensor_names import stored_tensors
+from rallypoint.model_files.pieces import stored_tensors
 from rallypoint.models import Part
 from rallypoint.parallel import DeviceMesh
 

@@ -28,7 +28,7 @@ from rallypoint.engine import policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, own_names
-from rallypoint.model_files.tensor_names import stored_tensors
+from rallypoint.model_files.pieces import stored_tensors
 from rallypoint.models import ModelShard
 from rallypoint.models.kinds.experts import replace_routers
 from rallypoint.models.norm import replace_norms

@@ -121,3 +121,18 @@ def test_ranks_that_sample_together_have_their_part_of_the_cache_and_of_weights_
     assert [2 * part.cache, 2 * actors.cache] == [one.cache] * 2
     assert (one.weights, actors.weights) == (0, 0), "the actor's"
     assert 0.4 < part.weights / (4 * shape.num_parameters) < 0.6
+
+
+def test_a_server_that_keeps_8_bits_has_half_of_the_layers_and_all_of_what_is_around_them(here: Path):
+    config = load_config(
+        "digits-grpo",
+        ["cluster.device=cuda", "model.dtype=bfloat16", "rollout.engine=vllm", "correction=[{name: tis, cap: 2.0}]"],
+    ).config
+    rollout = config.rollout.model_copy(update={"quantization": "fp8"})
+    shape = shape_of(config)
+    assert shape is not None
+    plain, quantized = (
+        role_memory(each, "rollout", shape).weights for each in (config, config.model_copy(update={"rollout": rollout}))
+    )
+    assert plain == 2 * shape.num_parameters
+    assert quantized == plain - shape.num_backbone_parameters

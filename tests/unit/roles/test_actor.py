@@ -25,10 +25,11 @@ from rallypoint.models import trained_weights
 from rallypoint.recipes.recipe import actor_loss_of
 from rallypoint.roles.actor import Actor, ActorWorker
 from rallypoint.roles.colocated import ActorParts
+from rallypoint.roles.connections import PUBLISHED
 from rallypoint.roles.judging import check_judged
 from rallypoint.roles.learner import MiniBatches
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
-from rallypoint.roles.publishing import PUBLISHED, SharedTensors, WrittenFolder, with_room
+from rallypoint.roles.publishing import SharedTensors, WrittenFolder, with_room
 from rallypoint.roles.rank_engine import SliceRequest
 from rallypoint.roles.reference import ReferenceWorker
 from rallypoint.roles.rollout import RolloutWorker
@@ -145,7 +146,7 @@ def test_beside_an_unsharded_actor_rollouts_are_sampled_from_its_own_memory_and_
     before = sample(rollout, 4, 9, version=0)
     worker.train(cut(judged(worker), num_epochs=3), 20)
     rollout.load(3, SharedTensors("shared"), None)
-    owned, sampled = worker.engine.shard.trained(), trained_weights(rollout._model)
+    owned, sampled = worker.engine.shard.trained(), trained_weights(rollout._shard.model)
     assert owned.keys() == sampled.keys()
     for name, weight in owned.items():
         assert (weight.data_ptr(), weight.shape) == (sampled[name].data_ptr(), sampled[name].shape)

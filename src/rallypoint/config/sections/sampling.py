@@ -91,6 +91,11 @@ class RolloutConfig(Section):
         False,
         help="Whether logits are bit-identical whatever else is in the batch (docs/rollouts.md); several times slower.",
     )
+    quantization: Literal["fp8"] | None = key(
+        None,
+        hidden=True,
+        help="A vLLM server keeps what is published in 8 bits, and computes its products in them (docs/rollouts.md).",
+    )
     router_replay: bool = key(
         False,
         hidden=True,

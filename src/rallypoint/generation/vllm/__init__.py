@@ -3,9 +3,9 @@
 Must not know: other engines, roles; it imports nothing of vLLM here.
 """
 
+from rallypoint.generation.vllm.connection import VllmConnection
 from rallypoint.generation.vllm.engine import VLLMEngine
 from rallypoint.generation.vllm.server import Launch, ServerProcess, VllmServer
-from rallypoint.generation.vllm.supervisor import VllmConnection
 from rallypoint.generation.vllm.weights import Outline
 
 __all__ = ["Launch", "Outline", "ServerProcess", "VLLMEngine", "VllmConnection", "VllmServer"]

@@ -1,4 +1,4 @@
-"""The client of a server on this machine: as much of HTTP as it takes, and the JSON of its endpoint for token ids.
+"""The client of a server on this machine: as much of HTTP as it takes, and the JSON of its endpoints.
 
 Owns: bytes on the wire, one request a connection over a Unix socket; what `/inference/v1/generate` is sent, and what
 its answers say. Anything that does not answer the request is an error. Must not know: which requests there are. Every
@@ -18,11 +18,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from rallypoint.errors import GenerationError
+from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.generation.protocol import FinishReason, Request
 from rallypoint.generation.requests import not_finite
 from rallypoint.generation.vllm.sampler import NOT_FINITE, encode, needs_companion
 
+_HEALTH_S, _CALL_S = 10.0, 600.0
 _MAX_HEADER_BYTES = 2**16
 _SHOWN = 200
 """Characters of an answer that an error shows."""
@@ -52,6 +53,13 @@ class Response:
     async def whole(self) -> bytes:
         """Return the whole body."""
         return b"".join([part async for part in self.body])
+
+    async def refusal(self, request: Request) -> Exception:
+        """Return the error of an answer that is none: the server is lost, or it did not want the request."""
+        text = f"status {self.status}: {(await self.whole())[:500].decode(errors='replace')}"
+        if self.status >= 500:
+            return LostError(text)
+        return GenerationError(f"vllm refused prompt {request.prompt_index} sample {request.sample_index} with {text}")
 
 
 @contextlib.asynccontextmanager
@@ -116,6 +124,76 @@ async def events(answer: Response) -> AsyncIterator[bytes]:
                     return
                 yield data
     raise LostError("the stream ended before it was done")
+
+
+async def is_well(at: Address) -> bool:
+    """Return whether a server says that it is."""
+    try:
+        async with asyncio.timeout(_HEALTH_S), send(at, "GET", "/health") as answer:
+            return answer.status == 200
+    except (LostError, TimeoutError):
+        return False
+
+
+async def tell(at: Address, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """Return the body of the answer to a call that is no request.
+
+    Raises:
+        LostError: it failed, or did not answer in time.
+    """
+    data = json.dumps(body).encode() if body is not None else b""
+    try:
+        async with asyncio.timeout(_CALL_S), send(at, "POST", path, data) as answer:
+            whole = await answer.whole()
+    except TimeoutError as error:
+        raise LostError(f"{path} did not answer in {_CALL_S:g} s") from error
+    if answer.status != 200:
+        raise LostError(f"{path} answered with status {answer.status}: {whole[:500].decode(errors='replace')}")
+    return whole
+
+
+async def call(at: Address, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None) -> Any:
+    """Return what a call answers, which is JSON or nothing.
+
+    Raises:
+        LostError: it failed, did not answer in time, or answered something else than expected.
+    """
+    whole = await tell(at, path, body)
+    shown = whole[:500].decode(errors="replace")
+    try:
+        said = json.loads(whole) if whole else None
+    except ValueError as error:
+        raise LostError(f"{path} answered nonsense: {shown}") from error
+    if expect is not None and said != expect:
+        raise LostError(f"{path} answered {shown}")
+    return said
+
+
+async def call_workers(at: Address, method: str, argument: str | int) -> list[dict[str, Any]]:
+    """Return what all workers of a server answer to a method of ours.
+
+    Raises:
+        LostError: see `call`.
+    """
+    return (await call(at, "/collective_rpc", {"method": method, "args": [argument]}))["results"]
+
+
+async def load_workers(at: Address, version: int, method: str, argument: str | int) -> list[dict[str, Any]]:
+    """Return what all workers answer to a method after which they have the weights of a version.
+
+    Raises:
+        WeightsMismatchError: one of them has not.
+        LostError: see `call`.
+    """
+    results = await call_workers(at, method, argument)
+    wrong = [
+        str(result["error"] or f"it holds version {result['version']}")
+        for result in results
+        if result["error"] is not None or result["version"] != version
+    ]
+    if wrong or not results:
+        raise WeightsMismatchError(f"version {version} was not loaded by vllm: {'; '.join(wrong) or 'no worker'}")
+    return results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from rallypoint.errors import GenerationError, NotFiniteError, RallyError, Reque
 from rallypoint.generation.protocol import FinishReason, Output, Request
 from rallypoint.generation.requests import Decode, StopChecker, check_request
 from rallypoint.generation.vllm.client import Answer, LostError, SampledToken, events, read_answer, request_body, send
-from rallypoint.generation.vllm.supervisor import VllmConnection
+from rallypoint.generation.vllm.connection import VllmConnection
+from rallypoint.generation.vllm.supervisor import SignsOfLife
 from rallypoint.generation.vllm.weights import Outline
 
 _LOOK_S = 0.05
@@ -134,7 +135,7 @@ class VLLMEngine:
         self.is_asleep = False
         self.max_request_tokens = max_request_tokens
         self._connection, self._supervisor = connection, connection.supervisor
-        self._outline, self._max_rows, self._decode, self._silence_s = outline, max_rows, decode, silence_s
+        self.outline, self._max_rows, self._decode, self._silence_s = outline, max_rows, decode, silence_s
         self._lock = threading.Lock()  # of the next three, which `submit` and `cancel` change from any thread
         self._open: dict[int, OpenRequest] = {}
         self._waiting: deque[int] = deque()
@@ -142,7 +143,7 @@ class VLLMEngine:
         self._ids = itertools.count(1)
         self._news: queue.SimpleQueue[tuple[int, int, Answer | Exception]] = queue.SimpleQueue()
         self._told_restarts = 0
-        self._sign = (0, 0.0)  # the last beat, and when it was seen
+        self._signs = SignsOfLife(self._supervisor, silence_s)
 
     def memory_bytes(self) -> int:
         """Return the most memory that the server's processes had of their own since the last call."""
@@ -157,7 +158,7 @@ class VLLMEngine:
         """Return another engine over the same server, with requests of its own; only one of the two may be awake."""
         return VLLMEngine(
             self._connection,
-            self._outline,
+            self.outline,
             max_request_tokens=self.max_request_tokens,
             max_rows=max_rows,
             decode=decode,
@@ -176,7 +177,7 @@ class VLLMEngine:
 
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
-        check_request(request, self._outline.num_ids, self.max_request_tokens, self._decode is not None)
+        check_request(request, self.outline.num_ids, self.max_request_tokens, self._decode is not None)
         if request.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs are not available with rollout.engine=vllm; ask `rally serve`")
         limit = min(request.params.max_new_tokens, self.max_request_tokens - len(request.tokens))
@@ -204,7 +205,8 @@ class VLLMEngine:
         if self.is_asleep:
             return outputs
         try:
-            if not self._connection.is_ready():
+            if not self._connection.is_ready() or self.lacks_weights:
+                time.sleep(_LOOK_S)
                 return outputs
         except RallyError as error:
             return [*outputs, *(self._end(sequence, "failed", error) for sequence in list(self._open.values()))]
@@ -216,7 +218,7 @@ class VLLMEngine:
             sequence = self._open.get(request_id)
             if sequence is not None and sequence.answer is not None and sequence.num_sent == num_sent:
                 outputs += self._receive(sequence, news)
-        self._look_for_silence()
+        self._signs.look()
         return outputs
 
     def load(self, version: int, weights: abc.Mapping[str, Tensor] | None) -> None:
@@ -229,7 +231,7 @@ class VLLMEngine:
         if weights is None:
             raise WeightsMismatchError(f"version {version} was published without weights to a server with its own copy")
         versions = self._connection.versions
-        folder = self._outline.write(versions, version, weights)
+        folder = self.outline.write(versions, version, weights)
         self.load_folder(version, folder)
         for old in versions.iterdir():
             if old != folder:
@@ -241,10 +243,22 @@ class VLLMEngine:
         Raises:
             WeightsMismatchError, GenerationError: see `load`.
         """
-        for sequence in self._open.values():
-            if sequence.is_stream:
-                self._interrupt(sequence)  # so that the version of every token is certain
+        self._interrupt_streams()
         self._connection.load(version, folder)
+
+    def join(self, invite: abc.Callable[[], str]) -> None:
+        """Have the server's workers connect to ranks that send weights; see `VllmConnection.join`."""
+        self._connection.join(invite)
+
+    def receive(self, version: int) -> str:
+        """Have them take over weights as they are sent; return a digest. See `ServerSupervisor.receive`."""
+        self._interrupt_streams()
+        return self._connection.receive(version)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether nothing is sampled until weights are loaded, because the server has lost those it was sent."""
+        return self._supervisor.lacks_weights
 
     def sleep(self) -> None:
         """See `GenerationEngine.sleep`."""
@@ -267,7 +281,7 @@ class VLLMEngine:
             num_free = self._max_rows - num_under_way
             chosen = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
         if chosen and not num_under_way:
-            self._sign = (self._supervisor.beat(), time.monotonic())  # while nothing was sent it was not silent
+            self._signs.note()  # while nothing was sent it was not silent
         for request_id in chosen:
             if (sequence := self._open.get(request_id)) is not None:
                 sequence.num_sent, sequence.sent_at_version = sequence.num_sent + 1, self.version
@@ -282,13 +296,13 @@ class VLLMEngine:
 
         def read_part(data: bytes, so_far: int = 0) -> Answer:
             before, left = num_before + so_far, limit - so_far
-            return read_answer(data, request, before, left, self._outline.num_ids, is_event=stream)
+            return read_answer(data, request, before, left, self.outline.num_ids, is_event=stream)
 
         try:
             body = request_body(request, done, limit, stream=stream, model=self._supervisor.model)
             async with send(self._supervisor.address, "POST", "/inference/v1/generate", body) as response:
                 if response.status != 200:
-                    raise self._refused(response.status, await response.whole(), request)
+                    raise await response.refusal(request)
                 if not stream:
                     self._news.put((sequence.id, num_sent, read_part(await response.whole())))
                     return
@@ -299,12 +313,6 @@ class VLLMEngine:
                     self._news.put((sequence.id, num_sent, part))
         except (LostError, RallyError) as error:
             self._news.put((sequence.id, num_sent, error))
-
-    def _refused(self, status: int, body: bytes, request: Request) -> Exception:
-        text = f"status {status}: {body[:500].decode(errors='replace')}"
-        if status >= 500:
-            return LostError(text)
-        return GenerationError(f"vllm refused prompt {request.prompt_index} sample {request.sample_index} with {text}")
 
     def _take_news(self) -> list[tuple[int, int, Answer | Exception]]:
         """Return what came, after a moment of waiting if nothing did."""
@@ -317,7 +325,7 @@ class VLLMEngine:
 
     def _receive(self, sequence: OpenRequest, news: Answer | Exception) -> list[Output]:
         """Take what came for a request, and return what is new."""
-        self._sign = (self._supervisor.beat(), time.monotonic())
+        self._signs.note()
         if isinstance(news, LostError):
             self._supervisor.doubt(str(news))
             return self._retry(sequence, str(news))
@@ -346,7 +354,7 @@ class VLLMEngine:
         outputs = sequence.take_outputs(reason)
         if news.experts and not sequence.is_stream:
             try:
-                outputs = self._outline.with_experts(outputs, len(sequence.request.tokens), news.experts)
+                outputs = self.outline.with_experts(outputs, len(sequence.request.tokens), news.experts)
             except GenerationError as error:
                 return [self._end(sequence, "failed", error)]
         self._forget(sequence)
@@ -365,14 +373,11 @@ class VLLMEngine:
         )
         return [self._end(sequence, "failed", error)]
 
-    def _look_for_silence(self) -> None:
-        """Stop waiting for a server that has work but makes no progress."""
-        beat, now = self._supervisor.beat(), time.monotonic()
-        if beat != self._sign[0]:
-            self._sign = (beat, now)
-        elif now - self._sign[1] > self._silence_s:
-            self._sign = (beat, now)
-            self._supervisor.give_up(f"no token for {self._silence_s:g} s")
+    def _interrupt_streams(self) -> None:
+        """Have streams sent again, so that the version of every token is certain when weights change."""
+        for sequence in self._open.values():
+            if sequence.is_stream:
+                self._interrupt(sequence)
 
     def _interrupt(self, sequence: OpenRequest) -> None:
         """Have a request sent again if it is under way, from what was delivered of it."""

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 from rallypoint.generation.vllm.client import Address
 
@@ -98,6 +98,8 @@ class Launch:
     """Whether vLLM's second model runner samples, which needs Triton."""
     records_experts: bool = False
     """Whether answers say which experts of a mixture tokens were sent to; only the second runner does."""
+    quantization: Literal["fp8"] | None = None
+    """What the server makes of weights that it is given."""
     num_devices: int = 1
     """Devices that it cuts the model over, by tensor parallelism; the first ones that this process sees."""
 
@@ -119,6 +121,9 @@ class Launch:
         if self.memory_share is not None:
             # It does not start unless so much is free, 92 % by default, however small the cache is.
             options["gpu-memory-utilization"] = f"{self.memory_share:.4f}"
+        if self.quantization is not None:
+            # A scale for each row of a weight, and for each token of its input.
+            options["quantization"] = f"{self.quantization}_per_channel"
         if self.num_devices > 1:
             options |= {"tensor-parallel-size": str(self.num_devices), "distributed-executor-backend": "mp"}
         flags = ["tokens-only", "skip-tokenizer-init", "disable-uvicorn-access-log"]

@@ -1,34 +1,24 @@
-"""The life of a vLLM server, and the thread in which it is talked to.
+"""The life of a vLLM server.
 
-Owns: which server there is, its weights, whether it holds its memory (`ServerSupervisor`, in an event loop);
-the loop's thread and the folder that both processes see (`VllmConnection`, for callers). Must not know: requests.
-
-Several engines may share a connection; only one of them is awake at a time. Every wait has a deadline and says what it
-waits for.
+Owns: which server there is, and which weights it has; all of it in an event loop. Must not know: requests, or when the
+server sleeps. Every wait has a deadline and says what it waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from rallypoint.cluster.waiting import Wait
-from rallypoint.errors import GenerationError, WeightsMismatchError
-from rallypoint.generation.vllm.client import Address, LostError, send
-from rallypoint.generation.vllm.server import OwnFolder, VllmServer
+from rallypoint.errors import GenerationError, PublishError, WeightsMismatchError
+from rallypoint.generation.vllm.client import Address, LostError, call, call_workers, is_well, load_workers, tell
+from rallypoint.generation.vllm.server import VllmServer
 
-ResultT = TypeVar("ResultT")
-
-_LOOK_S = 0.05
-"""How long `is_ready` waits, so that callers that ask in a loop do not spin."""
 _LOOK_EVERY_S = 0.1
-_HEALTH_S, _CALL_S = 10.0, 600.0
 _ADAPTER = "rallypoint"
 """Name under which a server has the adapter that was published last."""
 
@@ -57,8 +47,12 @@ class ServerSupervisor:
         self.num_restarts = 0
         """Times that a server had to be started again, whether it became ready or not."""
         self._doubt: str | None = None
-        self._held: tuple[int, Path | None] = (version, None)
-        """Version of the weights and their folder; None for those that a server begins with."""
+        self._held: tuple[int, Path | Literal["sent"] | None] = (version, None)
+        """Version of the weights and their folder, or that ranks sent them; None for those that it begins with."""
+        self._joined: VllmServer | None = None
+        """The server whose workers have connected to the ranks that send weights."""
+        self.lacks_weights = False
+        """Whether the server has lost what ranks sent it: it is not asked until it gets weights again."""
 
     @property
     def address(self) -> Address:
@@ -98,7 +92,7 @@ class ServerSupervisor:
             WeightsMismatchError: it does not take the weights.
         """
         if (server := self._server) is not None:
-            if server.ended() is None and await self._is_well(server):
+            if server.ended() is None and await is_well(server.address):
                 self._doubt = None
                 return
             self.num_restarts += 1
@@ -121,10 +115,69 @@ class ServerSupervisor:
         await self._take_over(server)
 
     async def _take_over(self, server: VllmServer) -> None:
-        version, folder = self._held
-        if folder is not None:
-            await self._enter(server, version, folder)
-        await self._call(server, "/update_weight_version", {"new_version": str(version)})
+        version, source = self._held
+        if source == "sent":
+            self.lacks_weights = True
+            return
+        if source is not None:
+            await self._enter(server, version, source)
+        await self._name(server)
+
+    async def _name(self, server: VllmServer) -> None:
+        """Tell a server the version of its weights, which it has whole."""
+        self.lacks_weights = False
+        await call(server.address, "/update_weight_version", {"new_version": str(self._held[0])})
+
+    async def join(self, invitation: str) -> None:
+        """Have all workers of the server connect to the ranks that send weights; see `rallypoint.weights.served`.
+
+        Raises:
+            PublishError: one of them cannot, or the server was lost.
+        """
+        assert self._server is not None, "it is ready"
+        try:
+            results = await call_workers(self._server.address, "rallypoint_join", invitation)
+        except LostError as error:
+            self.give_up(str(error))
+            raise PublishError(f"vllm was lost while it connected to the ranks that send weights: {error}") from error
+        self._joined = self._server
+        if wrong := [str(result["error"]) for result in results if result["error"] is not None]:
+            raise PublishError(f"vllm cannot take weights from memory: {'; '.join(wrong)}")
+
+    async def receive(self, version: int, *, is_asleep: bool = False) -> str:
+        """Have the server take over weights that ranks send, as `load` does; return a digest of their checksums.
+
+        Raises:
+            WeightsMismatchError: they did not arrive whole; the server is given up.
+            PublishError: the server was lost.
+        """
+        if (server := self._server) is None or server is not self._joined:
+            raise PublishError("vllm was started again since it connected to the ranks that send weights")
+        self._held = version, "sent"
+        self.lacks_weights = True
+        try:
+            async with self._paused(server, is_asleep=is_asleep):
+                results = await load_workers(server.address, version, "rallypoint_receive", version)
+                await self._name(server)
+        except LostError as error:
+            self.give_up(str(error))
+            raise PublishError(f"vllm was lost while weights were sent to it: {error}") from error
+        except WeightsMismatchError as error:
+            self.give_up(str(error))
+            raise
+        return "-".join(sorted({str(result["digest"]) for result in results}))
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, server: VllmServer, *, is_asleep: bool) -> AsyncIterator[None]:
+        """Pause requests while weights change; a server that sleeps has none."""
+        if is_asleep:
+            yield
+            return
+        await call(server.address, "/pause?mode=keep")
+        yield
+        # Drop keys and values of the old weights; those of requests under way are computed again.
+        await call(server.address, "/reset_prefix_cache?reset_running_requests=true", expect={"success": True})
+        await call(server.address, "/resume")
 
     async def load(self, version: int, folder: Path, *, is_asleep: bool = False) -> None:
         """Load other weights; running requests pause and continue with them, of which a server that sleeps has none.
@@ -141,14 +194,8 @@ class ServerSupervisor:
             if self.num_servers > num_servers:
                 return  # the new server began with them
             assert self._server is not None
-            if is_asleep:
+            async with self._paused(self._server, is_asleep=is_asleep):
                 await self._take_over(self._server)
-                return
-            await self._call(self._server, "/pause?mode=keep")
-            await self._take_over(self._server)
-            # Drop keys and values of the old weights; those of requests under way are computed again.
-            await self._call(self._server, "/reset_prefix_cache?reset_running_requests=true", expect={"success": True})
-            await self._call(self._server, "/resume")
         except LostError as error:
             self.give_up(str(error))
             await self.revive()
@@ -158,7 +205,7 @@ class ServerSupervisor:
             await self.revive()
             raise
 
-    async def call(self, path: str, *, restores: bool = False) -> None:
+    async def change_memory(self, path: str, *, restores: bool = False) -> None:
         """Make a call whose answer does not matter, and have lost weights taken over again if it `restores` memory.
 
         A server that is lost is started again.
@@ -168,7 +215,7 @@ class ServerSupervisor:
         """
         assert self._server is not None
         try:
-            await self._call(self._server, path)
+            await call(self._server.address, path)
             if restores:
                 await self._take_over(self._server)
         except LostError as error:
@@ -186,7 +233,7 @@ class ServerSupervisor:
 
     async def _started(self, server: VllmServer) -> None:
         wait = Wait("vllm to load the model", self._start_s, self._say, every_s=self._voice_every_s)
-        while not await self._is_well(server):
+        while not await is_well(server.address):
             wait.look()
             if (why := server.ended()) is not None:
                 raise GenerationError(f"vllm did not start: {why}")
@@ -199,202 +246,35 @@ class ServerSupervisor:
         if wait.has_spoken:
             self._say(f"vllm is ready after {wait.look():.0f} s")
 
-    async def _is_well(self, server: VllmServer) -> bool:
-        try:
-            async with asyncio.timeout(_HEALTH_S), send(server.address, "GET", "/health") as answer:
-                return answer.status == 200
-        except (LostError, TimeoutError):
-            return False
-
     async def _enter(self, server: VllmServer, version: int, folder: Path) -> None:
         """Have all workers of a server take weights over.
 
         Raises:
             WeightsMismatchError: one of them did not.
         """
-        asked = {"method": "rallypoint_load", "args": [str(folder)]}
-        results = (await self._call(server, "/collective_rpc", asked))["results"]
-        wrong = [
-            str(result["error"] or f"it holds version {result['version']}")
-            for result in results
-            if result["error"] is not None or result["version"] != version
-        ]
-        if wrong or not results:
-            raise WeightsMismatchError(f"version {version} was not loaded by vllm: {'; '.join(wrong) or 'no worker'}")
+        await load_workers(server.address, version, "rallypoint_load", str(folder))
         if self._takes_adapters and self._knows_adapter is not server:
             # The workers have it under the number 1, which vLLM gives to the first name.
-            await self._tell(server, "/v1/load_lora_adapter", {"lora_name": _ADAPTER, "lora_path": str(folder)})
+            await tell(server.address, "/v1/load_lora_adapter", {"lora_name": _ADAPTER, "lora_path": str(folder)})
             self._knows_adapter = server
 
-    async def _call(
-        self, server: VllmServer, path: str, body: dict[str, Any] | None = None, expect: dict[str, Any] | None = None
-    ) -> Any:
-        """Return what a call answers, which is JSON or nothing.
 
-        Raises:
-            LostError: it failed, did not answer in time, or answered something else than expected.
-        """
-        whole = await self._tell(server, path, body)
-        shown = whole[:500].decode(errors="replace")
-        try:
-            said = json.loads(whole) if whole else None
-        except ValueError as error:
-            raise LostError(f"{path} answered nonsense: {shown}") from error
-        if expect is not None and said != expect:
-            raise LostError(f"{path} answered {shown}")
-        return said
+class SignsOfLife:
+    """When a server that has work last made progress."""
 
-    async def _tell(self, server: VllmServer, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """Return the body of the answer to a call.
+    def __init__(self, supervisor: ServerSupervisor, silence_s: float) -> None:
+        """Begin; `silence_s` is how long the server may have work and give no sign."""
+        self._supervisor, self._silence_s = supervisor, silence_s
+        self._last_beat, self._seen_at = 0, 0.0
 
-        Raises:
-            LostError: it failed, or did not answer in time.
-        """
-        data = json.dumps(body).encode() if body is not None else b""
-        try:
-            async with asyncio.timeout(_CALL_S), send(server.address, "POST", path, data) as answer:
-                whole = await answer.whole()
-        except TimeoutError as error:
-            raise LostError(f"{path} did not answer in {_CALL_S:g} s") from error
-        if answer.status != 200:
-            raise LostError(f"{path} answered with status {answer.status}: {whole[:500].decode(errors='replace')}")
-        return whole
+    def note(self) -> None:
+        """Count from now on."""
+        self._last_beat, self._seen_at = self._supervisor.beat(), time.monotonic()
 
-
-class VllmConnection:
-    """The way to a server. Every method but `run` is for the callers' thread."""
-
-    def __init__(
-        self,
-        launch: Callable[[Path], VllmServer],
-        *,
-        version: int = 0,
-        takes_adapters: bool = False,
-        gives_memory: bool = False,
-        start_s: float = 600.0,
-        tick: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = print,
-        voice_every_s: float = 10.0,
-    ) -> None:
-        """Start a server; nothing waits for it here.
-
-        Args:
-            launch: starts one, given a folder in memory; called again when it died.
-            version: of its first weights.
-            takes_adapters: whether adapters are loaded, for the first weights, instead of whole models.
-            gives_memory: whether the server can sleep, as on accelerators.
-            start_s: how long a start may take.
-            tick: called while this waits.
-            say: called with one line about what happens to the server.
-            voice_every_s: seconds between two lines about a start that takes long.
-        """
-        self.version = version
-        """Version of the weights that the server holds."""
-        self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
-        self._takes_adapters = takes_adapters
-        self._weights: Literal["here", "kept", "gone"] = "here"
-        """Whether the server has its weights, has them in CPU memory, or has none until it gets some."""
-        self._gets_weights = False  # whether it got some when it slept last, so that those that it has need not be kept
-        self._folder = OwnFolder()
-        self.supervisor = ServerSupervisor(
-            launch,
-            self._folder.path,
-            version,
-            takes_adapters=takes_adapters,
-            start_s=start_s,
-            say=say,
-            voice_every_s=voice_every_s,
-        )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
-        self._reviving: Future[None] | None = self.run(self.supervisor.revive())
-
-    def close(self) -> None:
-        """End the server."""
-        with contextlib.suppress(Exception):
-            if self._reviving is not None:
-                self._reviving.cancel()
-        self.wait(self.run(self.supervisor.end()))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._folder.remove()
-
-    @property
-    def versions(self) -> Path:
-        """Folder in memory for weights that are to be loaded."""
-        return self._folder.path / "versions"
-
-    def is_ready(self) -> bool:
-        """Return whether the server can be asked, after a moment; if not, it is being started.
-
-        Raises:
-            GenerationError: it could not be started.
-        """
-        if self._reviving is None and self.supervisor.is_doubtful:
-            self._reviving = self.run(self.supervisor.revive())
-        if self._reviving is not None:
-            with contextlib.suppress(TimeoutError):
-                self._reviving.exception(_LOOK_S)
-            if not self._reviving.done():
-                return False
-            reviving, self._reviving = self._reviving, None
-            reviving.result()
-        return True
-
-    def load(self, version: int, folder: Path) -> None:
-        """Have the server load weights that were published as a folder; no engine may be in the middle of a step.
-
-        Raises:
-            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
-            GenerationError: the server died and could not be started again.
-        """
-        is_asleep, num_servers = self._is_asleep and self._gives_memory, self.supervisor.num_servers
-        if is_asleep and self._weights != "here":
-            self._call_if_it_sleeps("/wake_up?tags=weights")
-        if self._reviving is not None:
-            with contextlib.suppress(WeightsMismatchError):  # about the old weights, which do not matter any more
-                self._until_ready()
-        self.wait(self.run(self.supervisor.load(version, folder, is_asleep=is_asleep)))
-        self.version, self._weights, self._gets_weights = version, "here", is_asleep
-        if is_asleep and self.supervisor.num_servers != num_servers:  # a new one, which is awake
-            self._call_if_it_sleeps("/sleep?level=1")
-            self._weights = "kept"
-
-    def sleep(self) -> None:
-        """Have a server on an accelerator free its memory; it keeps its weights on the CPU unless others come then."""
-        if not self._is_asleep:
-            self._is_asleep = True
-            self._weights = "gone" if self._gets_weights and not self._takes_adapters else "kept"
-            self._gets_weights = False
-            self._call_if_it_sleeps(f"/sleep?level={2 if self._weights == 'gone' else 1}")
-
-    def wake(self) -> None:
-        """Have it reserve its memory again."""
-        if self._is_asleep:
-            self._is_asleep = False
-            self._call_if_it_sleeps("/wake_up", restores=self._weights == "gone")
-            self._weights = "here"
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Start work in the thread that talks to the server."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def wait(self, work: Future[ResultT]) -> ResultT:
-        """Return the result of such work, which has a deadline of its own."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                work.exception(1.0)
-            if work.done():
-                return work.result()
-            self._tick()
-
-    def _until_ready(self) -> None:
-        while not self.is_ready():
-            self._tick()
-
-    def _call_if_it_sleeps(self, path: str, *, restores: bool = False) -> None:
-        """Make a call about memory, if the server can free any; see `ServerSupervisor.call`."""
-        if self._gives_memory:
-            self._until_ready()
-            self.wait(self.run(self.supervisor.call(path, restores=restores)))
+    def look(self) -> None:
+        """Stop waiting for a server that makes no progress."""
+        if self._supervisor.beat() != self._last_beat:
+            self.note()
+        elif time.monotonic() - self._seen_at > self._silence_s:
+            self.note()
+            self._supervisor.give_up(f"no token for {self._silence_s:g} s")

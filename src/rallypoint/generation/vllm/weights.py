@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ from rallypoint.errors import GenerationError, WeightsMismatchError
 from rallypoint.families import FAMILIES
 from rallypoint.generation.protocol import Output
 from rallypoint.generation.requests import check_weights, vocabulary_of
+from rallypoint.model_files.pieces import Sources, stored_tensors
 from rallypoint.model_files.reader import TYPES
-from rallypoint.model_files.tensor_names import Sources, sources_of, stored_tensors
+from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models import ModelShard, named_weights
 from rallypoint.models.kinds.experts import Router, routers_of
 from rallypoint.models.kinds.router_replay import written
@@ -52,10 +54,14 @@ class Outline:
     routers: Mapping[int, Router] = dataclasses.field(default_factory=dict[int, Router])
     """Routers of a mixture by the number of their layer."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all weights."""
-        return sum(weight.numel() * weight.dtype.itemsize for weight in self.weights.values())
+    def num_bytes(self, quantization: Literal["fp8"] | None = None) -> int:
+        """Return the size of all weights in a server, which makes those of layers smaller if it quantises them."""
+        outside = ("embed_tokens.weight", "lm_head.weight")
+        return sum(
+            weight.numel()
+            * (1 if quantization and weight.dim() > 1 and not name.endswith(outside) else weight.itemsize)
+            for name, weight in self.weights.items()
+        )
 
     @classmethod
     def of(cls, shard: ModelShard) -> Outline:

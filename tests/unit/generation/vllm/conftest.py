@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.generation.vllm import Outline, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.client import Address
-from rallypoint.model_files.tensor_names import same_names
+from rallypoint.model_files.pieces import same_names
 
 NUM_IDS = 50
 
@@ -119,6 +119,17 @@ class FakeServer:
 
     def _control(self, path, body):
         self.world.calls.append(path)
+        if path == "/collective_rpc" and body["method"] == "rallypoint_join":
+            self.joined = self.world.refuse is None
+            refuse, self.world.refuse = self.world.refuse, None
+            return {"results": [{"error": refuse}]}
+        if path == "/collective_rpc" and body["method"] == "rallypoint_receive":
+            [version] = body["args"]
+            self.world.loads.append(version)
+            if self.world.refuse is not None:
+                refuse, self.world.refuse = self.world.refuse, None
+                return {"results": [{"version": None, "error": refuse}]}
+            return {"results": [{"version": version, "error": None, "digest": f"digest {version}"}] * 2}
         if path == "/collective_rpc":
             version = json.loads((Path(body["args"][0]) / "manifest.json").read_text())["version"]
             self.world.loads.append(version)

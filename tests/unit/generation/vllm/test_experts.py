@@ -10,7 +10,7 @@ import torch
 from rallypoint.errors import GenerationError
 from rallypoint.generation.protocol import Output
 from rallypoint.generation.vllm import Outline
-from rallypoint.model_files.tensor_names import same_names
+from rallypoint.model_files.pieces import same_names
 
 ROUTER = types.SimpleNamespace(weight=torch.empty(8, 4), top_k=2)
 

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from rallypoint.generation.vllm import Launch, ServerProcess
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess
 from rallypoint.generation.vllm.server import INSIDE, OwnFolder, hold, sweep
+from rallypoint.model_files.pieces import same_names
 
 SERVER = """
 import os, subprocess, sys, time
@@ -94,7 +96,7 @@ def test_nothing_stays_of_a_server_whose_process_is_killed(launch, tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from rallypoint.generation.vllm import Launch, ServerProcess
+from rallypoint.generation.vllm import Launch, Outline, ServerProcess
 from rallypoint.generation.vllm.server import OwnFolder
 folder = OwnFolder(Path({str(tmp_path)!r}))
 server = ServerProcess({launch!r}, folder.path)
@@ -167,3 +169,18 @@ def test_a_server_makes_room_for_adapters_of_at_least_their_rank(launch, tmp_pat
     command = dataclasses.replace(launch, adapter_rank=rank).command(tmp_path)
     assert {"--enable-lora", f"--max-lora-rank={room}"} <= set(command)
     assert not [argument for argument in launch.command(tmp_path) if "lora" in argument]
+
+
+def test_a_server_is_told_what_to_make_of_weights_and_what_of_them_is_left(launch, tmp_path):
+    assert "--quantization=fp8_per_channel" in dataclasses.replace(launch, quantization="fp8").command(tmp_path)
+    assert not [argument for argument in launch.command(tmp_path) if "quantization" in argument]
+    weights = {
+        "model.embed_tokens.weight": (7, 4),
+        "model.layers.0.mlp.up_proj.weight": (8, 4),
+        "model.norm.weight": (4,),
+    }
+    outline = Outline(
+        weights={name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in weights.items()},
+        sources=same_names, num_ids=7, cache_bytes_per_token=1, num_cache_heads=1,
+    )  # fmt: skip
+    assert (outline.num_bytes(), outline.num_bytes("fp8")) == (2 * (28 + 32 + 4), 2 * (28 + 4) + 32)

@@ -11,7 +11,7 @@ from sampling_cases import outputs_of
 from tiny_families import make_family_model
 
 from rallypoint.config.shape import read_shape
-from rallypoint.errors import GenerationError, NotFiniteError, RequestError, WeightsMismatchError
+from rallypoint.errors import GenerationError, NotFiniteError, PublishError, RequestError, WeightsMismatchError
 from rallypoint.generation import EngineThread, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Outline
 from rallypoint.model_files.load import outline_policy
@@ -392,7 +392,7 @@ def test_a_server_that_gets_weights_in_its_sleep_wakes_for_them_alone_and_keeps_
     assert world.servers[0].version == "8"
 
 
-def test_a_server_that_lost_its_weights_and_got_none_takes_the_last_ones_again_and_keeps_them_next_time(
+def test_a_server_that_lost_its_weights_and_got_none_takes_the_last_ones_again_and_is_wary_for_a_while(
     make_engine, world
 ):
     engine = make_engine(gives_memory=True)
@@ -402,9 +402,11 @@ def test_a_server_that_lost_its_weights_and_got_none_takes_the_last_ones_again_a
     engine.wake()
     assert memory_calls(world) == ["sleep 2", "wake", "load"]
     assert world.loads == [5, 5]
-    engine.sleep()
-    engine.wake()
-    assert memory_calls(world) == ["sleep 1", "wake"]
+    for version in range(6, 14):
+        a_turn(engine, version)
+        assert memory_calls(world) == ["sleep 1", "wake weights", "load", "wake"]
+    a_turn(engine, 14)
+    assert memory_calls(world) == ["sleep 2", "wake weights", "load", "wake"]
 
 
 def test_the_model_of_an_adapter_is_kept(make_engine, world, tmp_path):
@@ -415,6 +417,74 @@ def test_the_model_of_an_adapter_is_kept(make_engine, world, tmp_path):
         engine.load_folder(5, tmp_path)
         engine.wake()
         assert memory_calls(world) == ["sleep 1", "wake weights", "load", "wake"]
+
+
+def test_a_server_takes_weights_from_memory_once_its_workers_have_joined(make_engine, world):
+    engine = make_engine(gives_memory=True)
+    with pytest.raises(PublishError, match="started again since it connected"):
+        engine.receive(5)
+    engine.join(lambda: "an invitation")
+    world.calls.clear()
+    list(stream(engine, request_of(5)))
+    assert engine.receive(5) == "digest 5"
+    assert memory_calls(world) == ["pause", "load", "resume"]
+    for version in (6, 7):
+        engine.sleep()
+        assert engine.receive(version) == f"digest {version}"
+        engine.wake()
+    assert memory_calls(world) == ["sleep 1", "wake weights", "load", "wake", "sleep 2", "wake weights", "load", "wake"]
+    assert world.servers[0].version == "7"
+    assert engine.version == 7
+    outputs = list(stream(engine, request_of(2)))
+    assert {output.version for output in outputs} == {7}
+
+
+def test_workers_that_cannot_join_say_why_and_the_server_keeps_its_weights(engine, world):
+    world.refuse = "RuntimeError: CUDA error: peer access is not supported"
+    with pytest.raises(PublishError, match=r"vllm cannot take weights from memory: .*peer access is not supported"):
+        engine.join(lambda: "an invitation")
+    assert tokens_of(list(stream(engine, request_of(2))), 1) == expected_of(request_of(2))
+    assert len(world.servers) == 1
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["killed", "gave them up while it slept"])
+def test_a_server_that_lost_weights_from_memory_is_not_asked_until_it_gets_some_from_a_folder(
+    make_engine, world, tmp_path, sleeps
+):
+    engine = make_engine(gives_memory=sleeps)
+    engine.join(lambda: "an invitation")
+    if sleeps:
+        engine.sleep()
+    engine.receive(5)
+    if sleeps:  # it expects some again
+        engine.wake()
+        engine.sleep()
+        engine.wake()
+    else:
+        world.servers[0].die()
+    request = request_of(2)
+    number = engine.submit(request)
+    while not engine.lacks_weights:
+        engine.step()
+    assert engine.step() == []
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 5}))
+    engine.load_folder(5, tmp_path)
+    assert not engine.lacks_weights
+    outputs = all_outputs(engine)
+    assert tokens_of(outputs, number) == expected_of(request)
+    assert {output.version for output in outputs} == {5}
+    assert len(world.servers) == (1 if sleeps else 2)
+
+
+def test_weights_from_memory_that_did_not_arrive_whole_end_the_server(engine, world, tmp_path):
+    engine.join(lambda: "an invitation")
+    world.refuse = "WeightsMismatchError: version 5 was not loaded: a.weight was damaged on its way"
+    with pytest.raises(WeightsMismatchError, match=r"version 5 was not loaded by vllm: .*was damaged"):
+        engine.receive(5)
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 5}))
+    engine.load_folder(5, tmp_path)
+    assert tokens_of(list(stream(engine, request_of(2))), 1) == expected_of(request_of(2))
+    assert (len(world.servers), world.servers[1].version) == (2, "5")
 
 
 def test_a_server_that_is_started_again_while_the_engine_sleeps_is_put_to_sleep(make_engine, world):

@@ -45,11 +45,14 @@ def _borrow(name: str, folder: Path) -> None:
 
 
 _borrow("rallypoint", _PACKAGE)
-_borrow("rallypoint.config", _PACKAGE / "config")
-_borrow("rallypoint.generation", _PACKAGE / "generation")
-_borrow("rallypoint.generation.vllm", _PACKAGE / "generation" / "vllm")
+for _name in ("cluster", "config", "generation", "generation.vllm", "model_files", "models", "weights"):
+    _borrow(f"rallypoint.{_name}", _PACKAGE.joinpath(*_name.split(".")))
 
 from rallypoint.generation.vllm.sampler import Encoded, MovingRows, Slots  # noqa: E402 - only now can it be found
+from rallypoint.weights.served import Invitation, ServerReceiver  # noqa: E402
+
+_REFUSED = (ValueError, KeyError, RuntimeError, AttributeError, AssertionError)
+"""What a model raises that does not take weights, and a connection that ended."""
 
 
 class Drawn(LogitsProcessor):
@@ -114,11 +117,51 @@ def _asked(params: VLLMSamplingParams) -> Encoded | None:
 
 
 class Loading:
-    """Loads published weights in vLLM's worker; see `rallypoint.weights.published_folder` for their folder."""
+    """Loads published weights in vLLM's worker, from the memory of the ranks that send them or from a folder.
+
+    See `rallypoint.weights.served` and `rallypoint.weights.published_folder`.
+    """
 
     rallypoint_version: int | None = None
     """Version of the weights that this worker holds whole; None while it holds those it began with, or may hold a
     mixture."""
+    rallypoint_receiver: ServerReceiver | None = None
+    """Connection to the ranks that send weights, once there is one."""
+
+    def rallypoint_join(self, told: str) -> dict[str, object]:
+        """Connect to the ranks that send weights; `told` is an invitation.
+
+        Returns:
+            `error`, None if it is connected.
+        """
+        self.rallypoint_leave()
+        try:
+            self.rallypoint_receiver = ServerReceiver(Invitation.read(told), self.rank, self.device)  # pyright: ignore[reportAttributeAccessIssue]
+        except (OSError, RuntimeError, ValueError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": None}
+
+    def rallypoint_leave(self) -> None:
+        """Close the connection, if there is one."""
+        if self.rallypoint_receiver is not None:
+            self.rallypoint_receiver.close()
+            self.rallypoint_receiver = None
+
+    def rallypoint_receive(self, version: int) -> dict[str, object]:
+        """Take over weights as they arrive, each tensor after its checksums were compared; see `rallypoint_load`.
+
+        Returns:
+            What `rallypoint_load` returns, and `digest`, of all checksums.
+        """
+        self.rallypoint_version = None
+        try:
+            assert self.rallypoint_receiver is not None, "it was not told to join"
+            self.reload_weights(weights_iterator=self.rallypoint_receiver.tensors(version))  # pyright: ignore[reportAttributeAccessIssue]
+        except _REFUSED as error:
+            self.rallypoint_leave()  # who still sends fails, and does not wait
+            return {"version": None, "error": f"{type(error).__name__}: {error}"}
+        self.rallypoint_version = version
+        return {"version": version, "error": None, "digest": self.rallypoint_receiver.digest}
 
     def rallypoint_load(self, folder: str) -> dict[str, object]:
         """Take over the weights, or the adapter, of a folder, after every tensor of it was compared with the manifest.
@@ -138,7 +181,7 @@ class Loading:
                 self.add_lora(LoRARequest("rallypoint", 1, folder, load_inplace=True))  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 self.reload_weights(weights_iterator=tensors.items())  # pyright: ignore[reportAttributeAccessIssue]
-        except (ValueError, KeyError, RuntimeError, AttributeError, AssertionError) as error:
+        except _REFUSED as error:
             return {"version": None, "error": f"{folder}: {type(error).__name__}: {error}"}
         self.rallypoint_version = manifest["version"]
         return {"version": self.rallypoint_version, "error": None}

@@ -1,0 +1,210 @@
+"""A worker's ends of the ways that weights take: what it sends through, and the model that it fills.
+
+Owns: the open transport, and how a rollout rank takes weights over: in its own model, or in a server's. Must not know:
+when weights are published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rallypoint.cluster import WorkerContext
+from rallypoint.disk import Outage
+from rallypoint.errors import CheckpointError, PublishError, WeightsMismatchError, first_line
+from rallypoint.generation.vllm import VLLMEngine
+from rallypoint.models import ModelShard, trained_weights
+from rallypoint.roles.colocated import ActorParts
+from rallypoint.roles.placement import WorkerSpec
+from rallypoint.roles.publishing import Stream
+from rallypoint.weights import Exposed, Receiver, TransferPlan, Transport, fingerprint, join, published_folder
+from rallypoint.weights.same_node import leave_out, met
+from rallypoint.weights.served import Invitation
+
+PUBLISHED = "published"
+"""Folder within that of the run, for weights that are written."""
+
+
+class StreamConnection:
+    """A worker's end of a stream, which it opens at the first publish, and again after one that failed; or a folder."""
+
+    def __init__(self, context: WorkerContext, spec: WorkerSpec) -> None:
+        self._context, self._spec = context, spec
+        self._transport: Transport | None = None
+        self._outage = Outage(context.say, "the run waits, and tries again")
+
+    def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
+        """Meet the others, who read what is exposed from where it is."""
+        self.close()
+        assert self._spec.rendezvous is not None, "who publishes has a place to meet"
+        device = self._spec.config.cluster.device
+        self._transport = join(stream.name, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
+
+    def met(self, plan: TransferPlan, place: int) -> list[bytes]:
+        """Meet the others for a process that cannot come itself; see `same_node.met`."""
+        assert self._spec.rendezvous is not None, "who publishes has a place to meet"
+        return met(self._spec.rendezvous, plan, place)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker takes part."""
+        return self._transport is not None
+
+    @property
+    def transport(self) -> Transport:
+        """The open transport."""
+        assert self._transport is not None, "the driver opens it before it publishes"
+        return self._transport
+
+    def write(self, shard: ModelShard, version: int, below: str, *, base: str) -> tuple[Path, str]:
+        """Write weights into a folder that all nodes see; see `published_folder.write`.
+
+        Returns:
+            The folder, and why it could not be written, as of a full disk, else empty: all ranks may try again.
+        """
+        folder = self._spec.folder.path / PUBLISHED / below
+        with shard.mesh.abandoned_on_error():
+            try:
+                written = published_folder.write(shard, folder, version, base=base)
+            except CheckpointError as error:
+                self._outage.lasts(error)
+                return folder, str(error)
+        self._outage.ends(f"weights of version {version} are published")
+        return written, ""
+
+    def close(self) -> None:
+        """Leave, if it is open."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+
+class ModelReplica:
+    """Weights of a rollout rank that has the model in its own process; see `Replica`."""
+
+    def __init__(
+        self, connection: StreamConnection, context: WorkerContext, shard: ModelShard, actor: ActorParts | None
+    ) -> None:
+        """Take a model.
+
+        Args:
+            connection: of the rank.
+            context: of the rank.
+            shard: whose weights are replaced.
+            actor: what the actor's rank of this process has left; None if there is none.
+        """
+        self._connection, self._context, self._shard, self._actor = connection, context, shard, actor
+        self.shares_actor = actor is not None and shard is actor.engine.shard
+
+    def connect(self, stream: Stream, plan: TransferPlan) -> None:
+        """Check that the weights are those of this model, then connect to the ranks that send them.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types are not those of the model.
+        """
+        plan.manifest.check(trained_weights(self._shard.model))
+        self._plan, self._place = plan, plan.place_of_receiver(self._context.rank)
+        exposed = self._actor.exposed() if self._sends and self._actor is not None else None
+        self._connection.open(stream, plan, self._place, exposed)
+
+    @property
+    def _sends(self) -> bool:
+        return self._plan.members[self._place].sender is not None
+
+    def read(self, version: int, published: Path) -> str | None:
+        """See `Replica`."""
+        published_folder.read(self._shard, published, version)
+        return fingerprint(trained_weights(self._shard.model))
+
+    def receive(self, version: int) -> str | None:
+        """See `Replica`."""
+        weights = trained_weights(self._shard.model)
+        sink = Receiver(self._plan.manifest, weights, version)
+        with contextlib.ExitStack() as open_sources:
+            source = None
+            if self._sends:
+                assert self._actor is not None, "the actor's rank of this process left its parts"
+                source = open_sources.enter_context(self._actor.open_source())
+            self._connection.transport.run(version, source, sink, self._context.tick)
+        sink.finish()
+        return fingerprint(weights)
+
+
+class ServerReplica:
+    """Weights of a rollout rank whose model is in a server; see `Replica`.
+
+    The server's workers are receivers of their own, which this process invites. If it has a rank of the actor, too, it
+    sends while they receive.
+    """
+
+    shares_actor = False
+
+    def __init__(
+        self, connection: StreamConnection, context: WorkerContext, server: VLLMEngine, actor: ActorParts | None
+    ) -> None:
+        """Take a server; see `ModelReplica`."""
+        self._connection, self._context, self._server, self._actor = connection, context, server, actor
+
+    def connect(self, stream: Stream, plan: TransferPlan) -> None:
+        """Check that the weights are those of the server's model, and have its workers connect to those who send them.
+
+        Raises:
+            WeightsMismatchError: names, shapes or types are not those of the model.
+            PublishError: the workers cannot connect; those who wait for them are told.
+        """
+        plan.manifest.check(self._server.outline.weights)
+        self._connection.close()
+        place = plan.place_of_process(self._context.rank)
+        with self._together(lambda: self._invite(stream, plan)):
+            if place is not None:
+                assert self._actor is not None, "the actor's rank of this process left its parts"
+                self._connection.open(stream, plan, place, self._actor.exposed())
+
+    def _invite(self, stream: Stream, plan: TransferPlan) -> str:
+        """Meet the others for the server's workers, and have these join; those who wait are told if they cannot."""
+        places, shapes = plan.places_of_receiver(self._context.rank), plan.manifest.shapes
+        with contextlib.ExitStack() as unless_joined:
+
+            def invite() -> str:
+                with ThreadPoolExecutor(len(places), thread_name_prefix="publish") as threads:
+                    addresses, *_ = threads.map(lambda place: self._connection.met(plan, place), places)
+                unless_joined.callback(leave_out, plan, places, addresses)
+                pieces = {name: self._server.outline.sources(name, shape) for name, (_, shape) in shapes.items()}
+                return Invitation(stream.name, plan, places, addresses, pieces).text()
+
+            self._server.join(invite)
+            unless_joined.pop_all()
+        return ""
+
+    def read(self, version: int, published: Path) -> str | None:
+        """See `Replica`."""
+        self._server.load_folder(version, published)
+        return published_folder.digest_of(published)
+
+    def receive(self, version: int) -> str | None:
+        """See `Replica`."""
+        with self._together(lambda: self._server.receive(version)) as received:
+            if self._connection.is_open:
+                assert self._actor is not None, "it sends what the actor's rank of this process left"
+                with self._actor.open_source() as source:
+                    self._connection.transport.run(version, source, None, self._context.tick)
+        return received.result()
+
+    @contextlib.contextmanager
+    def _together(self, do: Callable[[], str]) -> Iterator[Future[str]]:
+        """Do something with the server while the block does this process's part; of two errors, raise the server's.
+
+        Raises:
+            PublishError, WeightsMismatchError: the server's, which the run says: it gets a folder instead.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="publish") as thread:
+            done = thread.submit(do)
+            try:
+                with contextlib.ExitStack() as in_any_case:
+                    in_any_case.callback(done.result)
+                    yield done
+            except (PublishError, WeightsMismatchError) as error:
+                self._context.say(f"{first_line(error)}; the server gets them from a folder")
+                raise

@@ -1,0 +1,143 @@
+"""A stream of weights to servers, and what is done where these cannot take them from memory."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint.cluster import Mesh
+from rallypoint.errors import WorkerError
+from rallypoint.models import Part
+from rallypoint.roles.publishing import Stream, make_plan
+from rallypoint.roles.rank_engine import SliceRequest, SliceResult
+from rallypoint.roles.rollout import Rollouts
+from rallypoint.weights import Held
+
+HELD = [{"a": Held(torch.float32, Part.whole([2, 3]))}]
+
+
+class Run:
+    """An actor and a rollout role that keep a record; what is in `failing` raises."""
+
+    def __init__(self, folder, *failing):
+        self.folder, self.failing, self.done = folder, set(failing), []
+        self.version, self.publisher, self.processes, self.role = 3, None, [object()], self
+
+    def did(self, what):
+        self.done.append(what)
+        if what in self.failing:
+            raise WorkerError("rollout", 0, what, "vllm cannot take weights from memory", "")
+
+    async def held(self):
+        return HELD
+
+    async def connect(self, stream, plan):
+        self.did("connect")
+
+    async def send(self):
+        self.did("send")
+
+    async def written(self, taker=None):
+        self.did("write")
+        (self.folder / "version_000003").mkdir(exist_ok=True)
+        return self.folder / "version_000003"
+
+    async def load(self, version, published: Path | None = None):
+        self.did("load" if published is None else "read")
+
+
+def publish(stream, run, times=1):
+    async def publish_all():
+        for _ in range(times):
+            await stream.publish(run, run)
+
+    asyncio.run(publish_all())
+    return run.done
+
+
+def served():
+    return Stream("memory", "xxh3", 10.0, num_parts=1)
+
+
+def test_servers_are_connected_once_and_get_weights_from_memory(tmp_path):
+    assert publish(served(), Run(tmp_path), 2) == ["connect", "connect", "send", "load", "send", "load"]
+
+
+def test_servers_that_cannot_be_connected_get_every_version_from_a_folder(tmp_path):
+    done = publish(served(), Run(tmp_path, "connect"), 2)
+    assert done == ["connect", "connect", "write", "read", "write", "read"]
+
+
+def test_a_version_that_does_not_arrive_comes_from_a_folder_and_the_next_one_from_memory_again(tmp_path):
+    run, stream = Run(tmp_path, "load"), served()
+    assert publish(stream, run) == ["connect", "connect", "send", "load", "write", "read"]
+    run.failing.clear()
+    run.done.clear()
+    assert publish(stream, run) == ["connect", "connect", "send", "load"]
+
+
+def test_ranks_with_a_model_of_their_own_have_no_folder_to_fall_back_to(tmp_path):
+    with pytest.raises(WorkerError):
+        publish(Stream("memory", "xxh3", 10.0), Run(tmp_path, "load"))
+
+
+def test_the_workers_of_servers_receive_and_processes_only_send():
+    one, other, third = object(), object(), object()
+    plan = make_plan(Stream("memory", "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    names = [member.name for member in plan.members]
+    assert names == [
+        "actor rank 0 and rollout rank 0",
+        *(f"part {part} of rollout rank {rank}'s server" for rank in (0, 1) for part in (0, 1)),
+    ]
+    assert plan.receivers == (1, 2, 3, 4)
+    assert [plan.places_of_receiver(rank) for rank in (0, 1)] == [(1, 2), (3, 4)]
+    assert [plan.place_of_process(rank) for rank in (0, 1)] == [0, None]
+
+
+class Ranks:
+    """Two ranks that sample, each the process of an actor's rank, too; the first one has lost its weights."""
+
+    role, mesh = "rollout", Mesh({"dp_replicate": 2})
+
+    def __init__(self, *slices):
+        self.processes, self.slices, self.loaded = [object(), object()], list(slices), []
+
+    async def call_ranks(self, ranks, method, *args):
+        if method.__name__ == "load":
+            self.loaded.append((ranks, args[0]))
+            return None
+        return self.slices.pop(0)
+
+
+def test_a_rank_that_lost_its_weights_gets_them_when_the_actor_of_its_processes_has_memory(tmp_path):
+    lost = SliceResult(lacks_weights=True)
+    ranks = Ranks(SliceResult(is_sampling=True), lost, SliceResult(), lost)
+    actor = Run(tmp_path)
+    actor.processes = ranks.processes
+
+    async def run():
+        rollouts = Rollouts(ranks, served())
+        rollouts.publisher, actor.is_published = actor, asyncio.Event()
+        loaded = []
+        for rank in (1, 0, 1, 0):
+            await rollouts.advance(rank, SliceRequest(version=3))
+            loaded.append(list(ranks.loaded))
+            actor.is_published.set()
+        return loaded
+
+    before, *others, after = asyncio.run(run())
+    assert before == others[0] == others[1] == []
+    assert [(list(each), version) for each, version in after] == [([0], 3)]
+
+
+def test_a_rank_that_lost_its_weights_waits_for_newer_ones_that_the_actor_trains(tmp_path):
+    ranks, actor = Ranks(SliceResult(lacks_weights=True)), Run(tmp_path)
+
+    async def run():
+        rollouts = Rollouts(ranks, served())
+        rollouts.publisher, actor.is_published = actor, asyncio.Event()
+        await rollouts.advance(0, SliceRequest(version=3))
+
+    asyncio.run(run())
+    assert ranks.loaded == actor.done == []
