@@ -64,6 +64,7 @@ OVER_TWO = {
     "dp_shard": ("cluster.pools={main: [2]}", "actor.mesh.dp_shard=2"),
     "tp": ("cluster.pools={main: [2]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"),
     "sp": ("cluster.pools={main: [2]}", "actor.mesh.sp=2"),
+    "cp": ("cluster.pools={main: [2]}", "actor.mesh.cp=2"),
     "two-pools": ("cluster.pools={main: [1], rollout: [1]}", "rollout.placement.pool=rollout"),
 }
 """Runs over two devices: parts of a model that is published, ranks that sample together, weights between devices."""

@@ -82,7 +82,7 @@ def test_a_gpu_gets_every_test_file_and_both_models_within_eight_minutes(check, 
 
 def test_two_devices_share_runs_in_every_way(check, tmp_path):
     runs = {part.name: part for [part, *_] in check.parts("cuda", tmp_path, over_two=True) if part.name[:4] == "run-"}
-    assert runs.keys() == {"run-dp_shard", "run-tp", "run-sp", "run-two-pools"}
+    assert runs.keys() == {"run-dp_shard", "run-tp", "run-sp", "run-cp", "run-two-pools"}
     for name, part in runs.items():
         keys = part.arguments[part.arguments.index("--keys") + 1 : part.arguments.index("--json")]
         assert keys == check.OVER_TWO[name.removeprefix("run-")]
