@@ -120,7 +120,7 @@ def assert_equal_to_whole(found, whole, expected, tolerance):
             assert error <= tolerance["rtol"] * scale, (name, float(error / scale))
 
 
-IN_FLOAT32 = {"llama, tied", "qwen3_moe", "qwen3_5"}
+IN_FLOAT32 = {"llama, tied", "qwen3_moe", "qwen3_5_text"}
 """One of each kind of layers; the others differ in names and sizes, which float64 shows."""
 
 
