@@ -299,6 +299,7 @@ def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) 
     head = 2 * shape.hidden_size * shape.vocab_size / tp
     one = per_token * (1 + shape.attention_cost * context) + head
     steps = num_waves * response
+    bits = 1 if config.rollout.quantization else size  # bytes of a weight
     launches = costs.decode.launches_of_layer + (2 if tp > 1 else 0)  # and sums
     if config.rollout.engine == "native":
         launches += 0 if FAMILIES[shape.model_type].is_plain and not config.model.lora and tp == 1 else costs.own_code
@@ -310,7 +311,7 @@ def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) 
     return {
         "arithmetic": read * per_token / (costs.prefill * pace.peak(shape, read / num_waves))
         + steps * at_once * one / (costs.decoding * pace.peak(shape, at_once)),
-        "reading weights": steps * weights / tp * size / (costs.weights * device.bandwidth),
+        "reading weights": steps * weights / tp * bits / (costs.weights * device.bandwidth),
         "reading the cache": steps * at_once * context * cached / (costs.cache * device.bandwidth),
         "drawing tokens": steps * at_once * costs.launches_of_token * device.launch_s,
         "calls": pace.calls(costs.decode, 1),

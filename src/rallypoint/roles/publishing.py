@@ -1,10 +1,10 @@
 """How weights get from the actor's ranks to those of the rollout role: one object for each way, for both ends.
 
-Owns: what the driver does to `publish` and a rank to `load`, which processes take part in a stream (`weights`), and
+Owns: how the driver publishes and how a rank loads, which processes take part in a stream (`weights`), and
 which of two errors is the cause. Must not know: what travels.
 
-A process that has a rank of both roles takes part once: its rollout worker sends what the actor worker has left
-(`ActorParts`) while it takes over what comes. A process executes its calls one after another, so two of them could not
+A process that has a rank of both roles takes part once: there the rollout worker both sends the actor's weights
+(`ActorParts`) and receives. A process executes its calls one after another, so two of them could not
 wait for each other.
 """
 
@@ -14,6 +14,7 @@ import abc
 import asyncio
 import dataclasses
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ import xxhash
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import TransportName, transport_name
-from rallypoint.errors import CheckpointError, PlacementError, WeightsMismatchError, WorkerError
+from rallypoint.errors import CheckpointError, PlacementError, WeightsMismatchError, WorkerError, first_line
 from rallypoint.models import ModelShard
 from rallypoint.weights import (
     HEADER_BYTES,
@@ -38,15 +39,18 @@ from rallypoint.weights import (
     share_trained,
 )
 from rallypoint.weights.manifest import Checksum
-from rallypoint.weights.transports import BUCKET_BYTES
+from rallypoint.weights.transports import BUCKET_BYTES, DEVICE_BROADCAST_BYTES
 
 _WATCHDOG_S = 10.0
 """Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
 _PATIENCE_S = 10.0
 """How long the one that failed first may take to say so after another one stopped because of it."""
+_MOST_FAILED = 2
+"""Versions that servers may fail to take from memory, each of which costs them a start, before they get folders."""
 _ROOM_S = 600.0
 """Seconds that a run waits for room to publish weights."""
 _NUMBERS = itertools.count(1)
+_LOG = logging.getLogger(__name__)
 
 
 class Publisher(Protocol):
@@ -193,7 +197,9 @@ class Stream(WeightTransport):
     is_open: bool = False
     """Whether all ranks are connected."""
     is_refused: bool = False
-    """Whether servers cannot be connected, so that a folder is written instead."""
+    """Whether servers cannot be connected, so that a folder is written instead, until one is started again."""
+    _num_failed: int = 0
+    """Versions one after another that servers did not get from memory."""
 
     @classmethod
     def of(cls, name: TransportName, config: RunConfig) -> Stream:
@@ -207,18 +213,24 @@ class Stream(WeightTransport):
         try:
             if not self.is_refused:
                 await self._send(actor, subscriber)
+                self._num_failed = 0
                 return
-        except WorkerError:  # which the rank has said
+        except WorkerError as error:
             if self.num_parts is None:
                 raise
+            self._num_failed += 1
+            self.is_refused |= self._num_failed == _MOST_FAILED
+            _LOG.warning("published weights take a folder to the servers: %s", first_line(error))
         await WrittenFolder("folder").publish(actor, subscriber)
 
     async def _send(self, actor: Publisher, subscriber: Subscriber) -> None:
         if not self.is_open:
             plan = make_plan(self, await actor.held(), actor.processes, subscriber.role.processes)
-            self.is_refused = self.num_parts is not None
-            await both(actor.connect(self, plan), subscriber.role.connect(self, plan))
-            self.is_refused = False
+            try:
+                await both(actor.connect(self, plan), subscriber.role.connect(self, plan))
+            except WorkerError:
+                self.is_refused = self.num_parts is not None
+                raise
         self.is_open = False  # after an error it is opened again
         await both(actor.send(), subscriber.load(actor.version))
         self.is_open = True
@@ -297,7 +309,8 @@ def make_plan(
         actor: the processes of its ranks.
         rollout: the processes of the rollout role's ranks.
     """
-    bucket_bytes = BUCKET_BYTES[stream.name] + HEADER_BYTES
+    of_devices = stream.name == "broadcast" and stream.checksum == "sums"
+    bucket_bytes = (DEVICE_BROADCAST_BYTES if of_devices else BUCKET_BYTES[stream.name]) + HEADER_BYTES
     manifest = Manifest.of(held, bucket_bytes=bucket_bytes, checksum=stream.checksum)
     roots = {bucket.sender for bucket in manifest.buckets}
     takers = {id(process): rank for rank, process in enumerate(rollout)}

@@ -9,6 +9,7 @@ memory of the process meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ class RolloutWorker(LeaseHolder):
         self._until.close()
 
     def advance(self, asked: SliceRequest) -> SliceResult:
-        """Start new requests, cancel others, then sample until one ends or the time slice is over.
+        """Start new requests, cancel others, then sample for a time slice, a shorter one if a request ends.
 
         The role keeps the memory of the process until no request is left.
 
@@ -145,7 +146,7 @@ class RolloutWorker(LeaseHolder):
     @scatter
     @with_lease()
     def advance_guests(self, asked: SliceRequest) -> list[Output]:
-        """Do the same for persons, so that it changes neither what training samples nor how much memory it finds."""
+        """Do as `advance` for persons; it changes neither what training samples nor how much memory it finds."""
         assert self._guests is not None, "`open_guests` comes first"
         assert not self._is_sampling, "training samples: persons wait"
         self.check_whole()
@@ -179,7 +180,7 @@ class RolloutWorker(LeaseHolder):
 
     @collect
     def load(self, version: int, transport: WeightTransport, published: Path | None) -> str | None:
-        """Load new weights, as their transport does, and return their digest; None of the actor's own tensors.
+        """Load new weights, as their transport does, and return their digest; None if they are the actor's own.
 
         Running requests continue with them. While tensors arrive the model has no version; after an error it keeps
         none, and nothing is sampled until a complete version has been loaded.
@@ -189,7 +190,7 @@ class RolloutWorker(LeaseHolder):
         """
         self._problem = f"version {version} was not loaded whole"
         digest = transport.load(self._replica, version, published)
-        if self._server is None:
+        if self._server is None:  # which has the version with the weights
             self._engine.load(version, None)
         self._problem = None
         return digest
@@ -207,6 +208,9 @@ class Rollouts:
         self._max_guest_rows: int | None = None
         self._sampling: set[int] = set()
         """Ranks that have the memory of their process."""
+        self._lacking: set[int] = set()
+        """Ranks that have lost their weights."""
+        self._giving = asyncio.Lock()
 
     @classmethod
     async def create(cls, placement: Placement) -> Rollouts:
@@ -240,8 +244,10 @@ class Rollouts:
         done = await self._group.call_ranks(self._group.mesh.sharing(rank), RolloutWorker.advance, asked)
         if not done.is_sampling:
             self._sampling.discard(rank)
-        if done.lacks_weights and self._may_ask_actor:
-            await self._give_folder(rank, asked.version)
+        if done.lacks_weights:
+            self._lacking.add(rank)
+            if self._may_ask_actor:
+                await self._give_folder(asked.version)
         return done
 
     @property
@@ -252,7 +258,8 @@ class Rollouts:
         """
         if self.publisher is None or not self.publisher.is_published.is_set():
             return False
-        return not self._sampling or not any(one in self.processes for one in self.publisher.processes)
+        is_free = not self._sampling - self._lacking  # who lacks weights gives the memory back after each slice
+        return is_free or not any(one in self.processes for one in self.publisher.processes)
 
     async def forget(self) -> None:
         """Have all ranks drop what they sample for training and sessions."""
@@ -265,18 +272,22 @@ class Rollouts:
         if self._max_guest_rows is not None:
             sharing = self._group.mesh.sharing(rank)
             await self._group.call_ranks(sharing, RolloutWorker.open_guests, self._max_guest_rows)
-        await self._give_folder(rank, version)
+        self._lacking.add(rank)
+        await self._give_folder(version)
 
-    async def _give_folder(self, rank: int, version: int) -> None:
-        """Have the actor write its weights for one rank, unless it has newer ones already, which come to all."""
-        if isinstance(self.transport, Stream):
-            self.transport.is_open = False  # it led to what was lost
-        if self.publisher is None or self.publisher.version != version:
-            return
-        written = await self.publisher.written("rollout")
-        sharing = self._group.mesh.sharing(rank)
-        await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)
-        published_folder.remove_others(written)  # a server that is started again reads it, too
+    async def _give_folder(self, version: int) -> None:
+        """Have the actor write its weights for ranks that lack them, unless it has newer ones, which come to all."""
+        if isinstance(self.transport, Stream):  # it may connect to a process that was lost
+            self.transport.is_open = self.transport.is_refused = False
+        async with self._giving:
+            if not self._lacking or self.publisher is None or self.publisher.version != version:
+                return
+            written = await self.publisher.written("rollout")
+            for rank in sorted(self._lacking):
+                sharing = self._group.mesh.sharing(rank)
+                await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)
+                self._lacking.discard(rank)
+            published_folder.remove_others(written)  # a server that is started again reads it, too
 
     async def open_guests(self, max_rows: int) -> int:
         """Prepare for persons, `max_rows` at once on each rank; return the most tokens of prompt and response."""
@@ -300,6 +311,7 @@ class Rollouts:
             WeightsMismatchError: ranks hold different weights now.
         """
         digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
+        self._lacking.clear()
         own = [digest for digest in digests if digest is not None]
         what, num = f"the ranks that sample hold different weights of version {version}", self._group.mesh.axes["tp"]
         return joint_digest(what, own, [(rank % num,) for rank in range(len(own))]) if own else None

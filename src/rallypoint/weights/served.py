@@ -118,6 +118,7 @@ class ServerReceiver:
                 may be damaged on accelerators.
             PeerFailedError: a rank went away.
         """
+        self.digest = ""
         sink = _Assembly(self._plan.manifest, version, self._device)
         for _ in self._transport.received(sink):
             for name, weight in sink.take_complete():

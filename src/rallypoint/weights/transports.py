@@ -23,6 +23,8 @@ from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
 BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
 """Size of a bucket. One that is copied twice by a processor stays in its cache in between."""
+DEVICE_BROADCAST_BYTES = 64 * 2**20
+"""Size of one that accelerators broadcast, which is done in large messages."""
 
 
 class Transport(Protocol):

@@ -131,6 +131,36 @@ def test_a_rank_that_lost_its_weights_gets_them_when_the_actor_of_its_processes_
     assert [(list(each), version) for each, version in after] == [([0], 3)]
 
 
+class LostBoth(Ranks):
+    """Both have lost their weights, and answer at other times."""
+
+    async def call_ranks(self, ranks, method, *args):
+        await asyncio.sleep(0.001 * (1 + ranks[0]))
+        if method.__name__ == "load":
+            return await super().call_ranks(ranks, method, *args)
+        return SliceResult(lacks_weights=ranks not in [each for each, _ in self.loaded])
+
+
+def test_ranks_that_all_lost_their_weights_get_one_folder_together(tmp_path):
+    ranks, actor = LostBoth(), Run(tmp_path)
+    actor.processes = ranks.processes
+
+    async def sample(rollouts, rank):
+        while (await rollouts.advance(rank, SliceRequest(version=3))).lacks_weights:
+            pass
+
+    async def run():
+        rollouts = Rollouts(ranks, served())
+        rollouts.publisher, actor.is_published = actor, asyncio.Event()
+        actor.is_published.set()
+        async with asyncio.timeout(20):
+            await asyncio.gather(sample(rollouts, 0), sample(rollouts, 1))
+
+    asyncio.run(run())
+    assert sorted(ranks.loaded) == [([0], 3), ([1], 3)]
+    assert actor.done.count("write") <= 2
+
+
 def test_a_rank_that_lost_its_weights_waits_for_newer_ones_that_the_actor_trains(tmp_path):
     ranks, actor = Ranks(SliceResult(lacks_weights=True)), Run(tmp_path)
 
@@ -141,3 +171,10 @@ def test_a_rank_that_lost_its_weights_waits_for_newer_ones_that_the_actor_trains
 
     asyncio.run(run())
     assert ranks.loaded == actor.done == []
+
+
+@pytest.mark.parametrize(("checksum", "num_messages"), [("xxh3", 4), ("sums", 1)])
+def test_accelerators_broadcast_in_larger_messages(checksum, num_messages):
+    held = [{"a": Held(torch.float32, Part.whole([1024, 4000]))}]
+    plan = make_plan(Stream("broadcast", checksum, 10.0), held, [object()], [object()])
+    assert len(plan.manifest.buckets) == num_messages

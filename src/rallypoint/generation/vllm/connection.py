@@ -62,6 +62,7 @@ class VllmConnection:
         """Whether the server has its weights, has them in CPU memory, or has none until it gets some."""
         self._num_wary = 0  # turns in which they are kept because others were expected and did not come
         self._gets_weights = False  # whether it got some when it slept last, so that those that it has need not be kept
+        self._keeps = False  # whether they are kept in any case
         self._folder = OwnFolder()
         self.supervisor = ServerSupervisor(
             launch,
@@ -92,6 +93,11 @@ class VllmConnection:
         """Folder in memory for weights that are to be loaded."""
         return self._folder.path / "versions"
 
+    def keeping(self) -> VllmConnection:
+        """Return this, with weights that the server keeps whenever it sleeps: persons ask at any time."""
+        self._keeps = True
+        return self
+
     def is_ready(self) -> bool:
         """Return whether the server can be asked, after a moment; if not, it is being started.
 
@@ -113,7 +119,7 @@ class VllmConnection:
         """Have the server load weights that were published as a folder; no engine may be in the middle of a step.
 
         Raises:
-            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
+            WeightsMismatchError: they are not the model's, or did not arrive whole; it has the old ones, or none.
             GenerationError: the server died and could not be started again.
         """
         is_asleep, num_servers = self._is_asleep and self._gives_memory, self.supervisor.num_servers
@@ -154,7 +160,7 @@ class VllmConnection:
         """Have a server on an accelerator free its memory; it keeps its weights on the CPU unless others come then."""
         if not self._is_asleep:
             self._is_asleep = True
-            may_go = self._gets_weights and not self._takes_adapters and not self._num_wary
+            may_go = self._gets_weights and not (self._keeps or self._takes_adapters or self._num_wary)
             self._weights = "gone" if may_go else "kept"
             self._gets_weights, self._num_wary = False, max(0, self._num_wary - 1)
             self._call_if_it_sleeps(f"/sleep?level={2 if self._weights == 'gone' else 1}")

@@ -157,7 +157,7 @@ class VLLMEngine:
     def beside(self, *, max_rows: int, decode: Decode) -> VLLMEngine:
         """Return another engine over the same server, with requests of its own; only one of the two may be awake."""
         return VLLMEngine(
-            self._connection,
+            self._connection.keeping(),
             self.outline,
             max_request_tokens=self.max_request_tokens,
             max_rows=max_rows,
