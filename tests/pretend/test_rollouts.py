@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.config import LoRAConfig
 from rallypoint.generation import NativeEngine, Request, SamplingParams
+from rallypoint.generation.native import prefill
 from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights
 
@@ -164,3 +165,23 @@ def test_the_host_waits_once_for_eight_tokens_of_all_rows(folder, pretend):
     assert rest[-1][0] <= MOST_WAITS_FOR_TABLES  # in another block of keys and values
     assert [drawn[0] for drawn in rest[:-1]] == [1, 1, 1]
     assert not any(wait for drawn in (first, *rest) for wait in drawn[1:])
+
+
+def test_prompts_that_look_back_are_laid_out_once_for_all_layers(tmp_path, pretend, monkeypatch):
+    """With a kernel for rows of any lengths, as CUDA has in half precision: the host waits for no layer or prompt."""
+    monkeypatch.setattr(prefill, "find_varlen", lambda *_: lambda query, *_: torch.zeros_like(query))
+    counted = []
+    for num_layers, num in ((1, 2), (3, 2), (3, 6)):
+        sizes = {"num_layers": num_layers, "max_positions": 256}
+        folder = make_tiny_model(tmp_path / f"{num_layers}-{num}", architecture="qwen3", **sizes)
+        engine, first = make_engine(folder, DEVICE), prompt(32)
+        asked = requests([{"max_new_tokens": 3}], lengths=[40, *[50] * num])
+        asked = [dataclasses.replace(one, tokens=(*first, *range(at + 1, at + 9))) for at, one in enumerate(asked)]
+        outputs_of(engine, asked[:1])
+        for request in asked[1:]:
+            engine.submit(request)
+        pretend.reset()
+        engine.step()
+        counted.append(pretend.syncs.copy())
+    assert counted[0] == counted[1]
+    assert counted[2] == counted[1]

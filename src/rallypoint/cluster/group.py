@@ -172,7 +172,7 @@ class WorkerGroup(Generic[WorkerT]):
     def call_ranks(
         self, ranks: list[int], method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
     ) -> Call[ResultT]:
-        """Call a method of some ranks, which needs no rule, for the first one's result; the others go on."""
+        """Call a method of some ranks, which needs no rule; the first one's result does not wait for the others."""
         pending = self._send(method.__name__, [(rank, RankArguments(args, kwargs)) for rank in ranks], ranks[:1])
         return Call[ResultT](tuple(pending.values()), (0,), operator.itemgetter(0), self.deadline_s)
 

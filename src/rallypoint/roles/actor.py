@@ -107,7 +107,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     def connect(self, stream: Stream, plan: TransferPlan) -> None:
-        """Connect to the rollout ranks, if this rank has something to send that no other rank sends."""
+        """Connect to the rollout ranks, if this rank sends something, and no rollout rank of its process does that."""
         self._connection.close()
         place = plan.place_of_sender(self.context.rank)
         if place is not None and plan.members[place].receiver is None:
@@ -142,7 +142,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return policy_outputs(self.engine.shard, rows, at, self.config.temperature, others)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
-        """In the first pass over rollouts, compare its logprobs with the judging pass's; without one, the sampler's."""
+        """In the first pass over rollouts, compare its logprobs with the judging pass's, or else the sampler's."""
         rows, at = inputs.rows, inputs.positions
         if not isinstance(rows, ActorBatch) or not inputs.is_on_policy:
             return Metrics()
@@ -226,7 +226,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         Raises:
             ValueError: a batch for several optimizer steps has no old_logprobs.
             OffPolicyError: the first pass disagrees with old_logprobs; or, in a batch without them, with the rollouts.
-                The latter is known only after the step, which is then not published.
+                The second is found only when the optimizer has stepped; those weights are not published.
         """
         self.learned = batch
         if step <= self._config.num_frozen_steps:
@@ -259,7 +259,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return rows_that_learn(part.advantages, part.loss_mask, part.offsets)
 
     def _counted(self, batches: MiniBatches[BatchT], computed: MiniBatches[BatchT], metrics: Metrics) -> Metrics:
-        """Return how much was learned from, and what gives the losses the denominator of all rows, computed or not."""
+        """Return how much was learned from, and what makes mean losses those of all rows, computed or not."""
         counted: dict[str, Metric] = {"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))}
         weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
         if weighed and not isinstance(self._loss, DistillationLoss):  # a teacher asks for no advantages

@@ -269,7 +269,7 @@ class Learner(Generic[BatchT, WorkerT]):
     def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT], loss: LossFunction[BatchT, Any]) -> None:
         self._config, self._group, self._loss = config, group, loss
         self.version = 0
-        """Optimizer steps completed."""
+        """Optimizer steps, those that were left out because a gradient was not finite among them."""
         self.learned: BatchT | None = None
         """Batch of the newest update."""
         self._attention_cost = attention_cost(config)

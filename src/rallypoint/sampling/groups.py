@@ -10,7 +10,7 @@ With P prompts a step, max_staleness S and a window of W there are N = (S+1) * P
 one after another: each time the oldest complete one of those at most W-1 places after the oldest group that was not
 taken. With W = 1 that is the order of admission. Group i, the i-th of the run, is then never more than S steps old:
 
-    admitted from version v:  i + 1 <= v * P + N            as v * P groups had been trained on, and N have slots
+    admitted after v steps:   i + 1 <= v * P + N            as v * P groups had been trained on, and N have slots
     taken in step k:          k * P <= i + W - 1            as only groups before i, and W-1 after it, come first
     so k - v <= floor((i + W - 1) / P) - ceil((i + 1 - N) / P) <= floor((N + W - 2) / P) = floor((S*P + P - 1) / P) = S
 
@@ -194,7 +194,7 @@ class Groups:
         return next((one for one in left if one in self._complete and one < places.stop + num_dropped), None)
 
     def take(self, oldest_versions: Mapping[int, int | None]) -> None:
-        """Train on groups.
+        """Note that a step trains on groups, and check how old they are.
 
         Args:
             oldest_versions: index -> version of its oldest token; None for a group without a rollout.

@@ -5,7 +5,7 @@ groups, and what a response is for.
 
 Invariants: a rank gets its requests in order of submission, and each is kept until the rank is idle. A lost rank is
 sent all of them again (`resend`), and gives the same tokens: random numbers follow from seed, prompt, sample, turn and
-position, and logits from the batch (unless `rollout.exact`), which is the same.
+position. Logits depend on the batch too (unless `rollout.exact`), so all of it is sent again.
 
 Consumes: requests and weights. Produces: outputs, as responses end. Waits for: the ranks, one time slice per call.
 Unblocked by: `sample`, `load`, the barrier.
@@ -396,5 +396,5 @@ class Mailbox:
         self.num_loads += 1
 
     async def _load(self, version: int, published: Path | None) -> str | None:
-        self._next_version = version  # calls reach a rank in the order in which they are sent
+        self._next_version = version  # slices that are sent from now on run after this load
         return await self.role.load(version, published)
