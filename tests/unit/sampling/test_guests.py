@@ -30,6 +30,9 @@ class Ranks:
         self.may_work = asyncio.Event()
         self.may_work.set()
 
+    async def advance(self, rank, order):
+        raise AssertionError("a person's request went the way of training's")
+
     async def advance_guests(self, orders):
         self.orders.append(orders)
         await asyncio.sleep(0)
@@ -143,7 +146,7 @@ def test_a_slice_that_fails_ends_its_requests_and_no_others():
     meet(script)
 
 
-def test_guestsrs_are_told_what_failed_and_not_where_in_our_files():
+def test_persons_are_told_what_failed_and_not_where_in_our_files():
     async def script(ranks, guests):
         ranks.error = WorkerError(
             "rollout", 0, "advance", "MemoryError: full", "Traceback ...\n  File native.py, line 3"

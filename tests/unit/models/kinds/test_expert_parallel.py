@@ -138,7 +138,7 @@ def test_adapters_of_latent_attention_have_the_gradients_of_one_rank(on_mesh, tm
         shard = load_policy(folder, dtype="float64", mesh=mesh, lora=LoRAConfig(rank=2))
         for number, (name, weight) in enumerate(sorted(shard.trained().items())):
             part, generator = shard.parts[name], torch.Generator().manual_seed(number)
-            whole = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+            whole = 0.1 * torch.randn(part.shape, generator=generator, dtype=torch.float64)  # of one, gradients cancel
             weight.copy_(whole[part.within(Part.whole(part.shape))])
         engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=48)
         engine.accumulate(
@@ -151,4 +151,4 @@ def test_adapters_of_latent_attention_have_the_gradients_of_one_rank(on_mesh, tm
     expected, (found, _) = gradients(DeviceMesh.solo()), on_mesh(gradients, tp=2)
     assert {name for name in expected if "kv_a_proj_with_mqa" in name or "q_b_proj" in name}
     for name, wanted in expected.items():
-        torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
