@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
@@ -247,42 +247,44 @@ class Rollouts:
         if done.lacks_weights:
             self._lacking.add(rank)
             if self._may_ask_actor:
-                await self._give_folder(asked.version)
+                await self._give_folder()
         return done
 
     @property
     def _may_ask_actor(self) -> bool:
-        """Whether the actor can write its weights: if it trains newer ones, these come to all without being asked for.
-
-        Where it shares processes with ranks that sample, it has no memory until they are done.
-        """
-        if self.publisher is None or not self.publisher.is_published.is_set():
-            return False
+        """Whether the actor has memory to write its weights: not where it shares processes with ranks that sample."""
         is_free = not self._sampling - self._lacking  # who lacks weights gives the memory back after each slice
-        return is_free or not any(one in self.processes for one in self.publisher.processes)
+        return is_free or not self.publisher or not any(one in self.processes for one in self.publisher.processes)
+
+    async def until_whole(self, ranks: Iterable[int]) -> None:
+        """Wait while one of these lacks weights that the actor does not have any more, as it trains newer ones."""
+        if self.publisher is not None and self._lacking.intersection(ranks):
+            await self.publisher.is_published.wait()
 
     async def forget(self) -> None:
         """Have all ranks drop what they sample for training and sessions."""
         await self._group.call(RolloutWorker.forget)
         self._sampling.clear()
 
-    async def refill(self, rank: int, version: int) -> None:
+    async def refill(self, rank: int) -> None:
         """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
         self._sampling.discard(rank)
         if self._max_guest_rows is not None:
             sharing = self._group.mesh.sharing(rank)
             await self._group.call_ranks(sharing, RolloutWorker.open_guests, self._max_guest_rows)
         self._lacking.add(rank)
-        await self._give_folder(version)
+        await self._give_folder()
 
-    async def _give_folder(self, version: int) -> None:
-        """Have the actor write its weights for ranks that lack them, unless it has newer ones, which come to all."""
+    async def _give_folder(self) -> None:
+        """Have the actor write its weights for ranks that lack them, unless it trains newer ones, which come to all."""
         if isinstance(self.transport, Stream):  # it may connect to a process that was lost
             self.transport.is_open = self.transport.is_refused = False
         async with self._giving:
-            if not self._lacking or self.publisher is None or self.publisher.version != version:
+            if not self._lacking or self.publisher is None or not self.publisher.is_published.is_set():
                 return
-            written = await self.publisher.written("rollout")
+            version, written = self.publisher.version, await self.publisher.written("rollout")
+            if not self.publisher.is_published.is_set():  # an update may have come before it
+                return
             for rank in sorted(self._lacking):
                 sharing = self._group.mesh.sharing(rank)
                 await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)

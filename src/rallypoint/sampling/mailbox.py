@@ -307,7 +307,7 @@ class Mailbox:
         """See `Refiller`: give ranks that were made anew the weights of the others, and their requests."""
         for rank in ranks:
             if self.num_loads:
-                await self.role.refill(rank, self.version)
+                await self.role.refill(rank)
             self.resend(rank)
 
     async def stop(self) -> None:
@@ -336,7 +336,7 @@ class Mailbox:
         assert is_alone, "a barrier is watched from a moment on in which no rank samples"
         self.is_idle.clear()
         self._pumps[ranks] = pump = asyncio.create_task(self._call(ranks))
-        pump.add_done_callback(functools.partial(self._end_calls, ranks))
+        pump.add_done_callback(self._end_calls)
 
     async def _call(self, ranks: tuple[int, ...]) -> None:
         """Call ranks until none of them has a request; one that was lost is called again when it was restored."""
@@ -354,6 +354,7 @@ class Mailbox:
 
     async def _advance(self, ranks: tuple[int, ...]) -> None:
         """Have ranks sample for a slice, and deliver what comes of it."""
+        await self.role.until_whole(ranks)
         version, num_steps = self._next_version, self.barrier.num_steps
         asked = {rank: self._requests.take(rank, version=version, num_steps=num_steps) for rank in ranks}
         if len(ranks) == 1:
@@ -365,7 +366,7 @@ class Mailbox:
         self._requests.receive([output for one in slices for output in one.outputs])
         await self.barrier.hold()
 
-    def _end_calls(self, ranks: tuple[int, ...], pump: asyncio.Task[None]) -> None:
+    def _end_calls(self, pump: asyncio.Task[None]) -> None:
         """Pass a rank's error on to every caller who waits for a response."""
         error = None if pump.cancelled() else pump.exception()
         if pump.cancelled() or error is not None:
@@ -374,8 +375,7 @@ class Mailbox:
                     kept.ended.cancel()
                 elif not kept.ended.done():
                     kept.ended.set_exception(error)
-        if self._pumps.get(ranks) is pump:
-            del self._pumps[ranks]
+        self._pumps = {these: one for these, one in self._pumps.items() if one is not pump}
         if not self._pumps:
             self.is_idle.set()
 

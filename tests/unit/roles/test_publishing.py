@@ -173,6 +173,36 @@ def test_a_rank_that_lost_its_weights_waits_for_newer_ones_that_the_actor_trains
     assert ranks.loaded == actor.done == []
 
 
+class Trains(Run):
+    """An actor that begins an update before its weights are written."""
+
+    async def written(self, taker=None):
+        self.is_published.clear()
+        return await super().written(taker)
+
+
+@pytest.mark.parametrize(("kind", "done"), [(Run, []), (Trains, ["write"])])
+def test_a_rank_that_is_lost_while_the_actor_trains_samples_from_the_next_weights(tmp_path, kind, done):
+    """What the actor writes then is newer than what the other ranks have, and would get their version's number."""
+    ranks, actor = Ranks(), kind(tmp_path)
+
+    async def run():
+        rollouts = Rollouts(ranks, served())
+        rollouts.publisher, actor.is_published = actor, asyncio.Event()
+        if kind is Trains:
+            actor.is_published.set()
+        await rollouts.refill(1)
+        await rollouts.until_whole([0])
+        waiting = asyncio.create_task(rollouts.until_whole([1]))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        actor.is_published.set()
+        await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(run())
+    assert (ranks.loaded, actor.done) == ([], done)
+
+
 @pytest.mark.parametrize(("checksum", "num_messages"), [("xxh3", 4), ("sums", 1)])
 def test_accelerators_broadcast_in_larger_messages(checksum, num_messages):
     held = [{"a": Held(torch.float32, Part.whole([1024, 4000]))}]

@@ -44,6 +44,9 @@ class Ranks:
         for event in self.free:
             event.set()
 
+    async def until_whole(self, ranks):
+        pass
+
     async def advance(self, rank, asked):
         self.asked.append((rank, [request.prompt_index for _, request in asked.new], asked.num_steps))
         await self.free[rank].wait()
@@ -153,6 +156,9 @@ class InThisProcess:
 
     def __init__(self, worker, lost_in=None):
         self.worker, self.lost_in, self.num_slices = worker, lost_in, 0
+
+    async def until_whole(self, ranks):
+        pass
 
     async def advance(self, rank, asked):
         done = self.worker.advance(dataclasses.replace(asked, num_steps=3))
@@ -301,3 +307,37 @@ def test_what_had_ended_is_not_sampled_to_its_end_once_nobody_waits_for_its_comp
         return [number for number, _ in again.new], last.cancelled, queue.has_work(0)
 
     assert asyncio.run(main()) == ([1, 2], (1,), False)
+
+
+class Refilled(Ranks):
+    """Ranks of which one lacks weights until newer ones have come to all."""
+
+    def __init__(self):
+        super().__init__()
+        self.are_whole, self.versions = asyncio.Event(), []
+
+    async def until_whole(self, ranks):
+        if 1 in ranks:
+            await self.are_whole.wait()
+
+    async def load(self, version, published):
+        self.are_whole.set()
+
+    async def advance(self, rank, asked):
+        self.versions.append((rank, asked.version))
+        return await super().advance(rank, asked)
+
+
+def test_a_rank_that_lacks_weights_is_asked_for_the_newest_once_it_has_them():
+    async def main():
+        ranks = Refilled()
+        mailbox = Mailbox(ranks, Schedule())
+        waiting = asyncio.create_task(responses(mailbox, ASKED[1], ranks=[1]))
+        found = await responses(mailbox, ASKED[0], ranks=[0])
+        assert not waiting.done()
+        await mailbox.load(1)
+        return [*found, *await waiting], ranks.versions
+
+    found, versions = asyncio.run(main())
+    assert found == EXPECTED[:2]
+    assert {rank: {version for one, version in versions if one == rank} for rank in (0, 1)} == {0: {0}, 1: {1}}

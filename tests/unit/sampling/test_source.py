@@ -731,6 +731,9 @@ class FakeRanks:
     async def load(self, version, published):
         pass
 
+    async def until_whole(self, ranks):
+        pass
+
     async def advance(self, rank, orders):
         self.begun += [request.prompt_index for _, request in orders.new]
         await asyncio.sleep(self.random.random() * 0.003)
