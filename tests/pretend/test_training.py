@@ -17,6 +17,8 @@ from rallypoint.prepare.role_memory import reserved_tokens
 INLINE = ("cluster.runtime=inline", "cluster.pools={main: [1]}")
 GRPO = "recipe=grpo"
 NUM_STEPS = 2
+CUT = "engine.max_tokens_per_micro_batch=256"
+"""What two runs on the device have in common, so that they are compared with one on the CPU."""
 OF_MACHINES = ("time/", "memory", "mfu", "per_s", "/s", "seconds", "_s")
 """Parts of the names of metrics that a machine decides."""
 
@@ -73,7 +75,7 @@ def check_same(runs, on_cpu):
 
 
 def test_ppo_has_the_bits_of_the_cpu(check_same, pretend):
-    there = check_same("ppo")
+    there = check_same("ppo", CUT)
     assert pretend.peak() > 0
     # What the device held at most was measured, and is what the page shows.
     assert max(step["actor/memory_gib"] for step in read_metrics(there.metrics) if "actor/memory_gib" in step) > 0
@@ -90,7 +92,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_bit(check_same, activatio
 
 def test_a_run_whose_roles_sleep_between_their_turns_has_the_same_bits_also_after_a_resume(runs, check_same):
     saves = "checkpoint={every_steps: 1, keep: 99}"
-    whole = check_same("whole", saves, "engine.max_tokens_per_micro_batch=256", only_there=["engine.sleep=true"])
+    whole = check_same("whole", CUT, only_there=[saves, "engine.sleep=true"])
     wanted, (newest, *_) = weights_of(whole), sorted(whole.checkpoints.iterdir(), reverse=True)
     shutil.rmtree(newest)
     resumed = runs.resume(whole.path.name)

@@ -2,8 +2,9 @@
 
 A run ends with a picture of its learning curve, and its learners first count the operations of their model. Either
 takes as long as all of its steps. Here no picture is drawn, unless a test asks for the fixture `pictures`, and models
-that are alike are counted once for all processes of the tests. `tests/unit/display/test_curve.py`, `test_draw.py` and
-`tests/unit/observability/test_flops.py` test pictures and counts.
+that are alike are counted once for all processes of the tests, as is what a device could do at best.
+`tests/unit/display/test_curve.py`, `test_draw.py` and `tests/unit/observability/test_flops.py` test pictures, counts
+and that measurement.
 """
 
 import functools
@@ -11,10 +12,11 @@ import hashlib
 import os
 import pickle
 import re
+import threading
 from pathlib import Path
 
 from rallypoint.display.draw import CurveAsItGoes
-from rallypoint.observability.flops import flops_of
+from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.recipes import ending
 from rallypoint.roles import learner
 
@@ -26,6 +28,7 @@ def leave_out() -> None:
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
     learner.flops_of = _counted_once
+    learner.device_peak = _measured_once
 
 
 def _counted_once(model, adapt=None):
@@ -33,10 +36,20 @@ def _counted_once(model, adapt=None):
     kinds = [(kind.__module__, kind.__qualname__) for kind in type(model).__mro__]
     config = re.sub(r'"_name_or_path": "[^"]*"', "", model.config.to_json_string(use_diff=False))
     weights = [(name, tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()]
-    key = hashlib.sha256(repr((kinds, config, weights)).encode()).hexdigest()
+    return _once((kinds, config, weights), lambda: flops_of(model, adapt))
+
+
+def _measured_once(device, dtype):
+    """See `device_peak`."""
+    return _once((device.type, dtype), lambda: device_peak(device, dtype))
+
+
+def _once(what, find):
+    """Return what was found of something, by whichever process of the tests was asked first."""
+    key = hashlib.sha256(repr(what).encode()).hexdigest()
     file = _COUNTED / key
     if not file.exists():
-        part = file.with_name(f"{key}.{os.getpid()}.{id(model)}")
-        part.write_bytes(pickle.dumps(flops_of(model, adapt)))
+        part = file.with_name(f"{key}.{os.getpid()}.{threading.get_ident()}")
+        part.write_bytes(pickle.dumps(find()))
         part.rename(file)
     return pickle.loads(file.read_bytes())

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from pretend_memory import DEVICE, NAME, NUM_DEVICES, WRONG, Pretend, PretendEve
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 _KEY = "PrivateUse1"
@@ -166,14 +165,35 @@ def _record_stream(tensor: Tensor, stream: Any) -> None:
         memory.recorded.add(stream)
 
 
+@functools.cache
+def _arguments_of(operator: Any) -> tuple[list[str], set[str], list[str]]:
+    """Return the names of what an operator takes, of what it writes, and their types in order."""
+    taken = operator._schema.arguments
+    written = {argument.name for argument in taken if argument.alias_info and argument.alias_info.is_write}
+    return [argument.name for argument in taken], written, [str(argument.type) for argument in taken]
+
+
+def _mapped(change: Callable[[Any], Any], what: Any) -> Any:
+    """Change what an operator takes or gives; torch's trees know many kinds of nodes, and operators only these."""
+    return type(what)(_mapped(change, each) for each in what) if type(what) in (list, tuple) else change(what)
+
+
+def _leaves(what: Any) -> Iterator[Any]:
+    """Yield what an operator takes, as `_mapped` changes it."""
+    if type(what) in (list, tuple):
+        for each in what:
+            yield from _leaves(each)
+    else:
+        yield what
+
+
 def _compute(operator: Any, *args: Any, **options: Any) -> Any:
     """Compute an operator on the CPU, with the memory of the device."""
-    schema, name = operator._schema, operator._schema.name
+    name = operator._schema.name
     DEVICE.kernels[name.removeprefix("aten::")] += 1
     _look_at_order(name.removeprefix("aten::"), args)
     index = _device_of(operator, args, options)
-    names = [argument.name for argument in schema.arguments]
-    written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    names, written, _ = _arguments_of(operator)
     ours: list[tuple[Tensor, Tensor]] = []
     stream = DEVICE.stream(index)
     stream.time += 1
@@ -189,11 +209,11 @@ def _compute(operator: Any, *args: Any, **options: Any) -> Any:
         return ours[-1][1]
 
     cpu_args = [
-        tree_map(functools.partial(taken, is_written=name in written), arg)
+        _mapped(functools.partial(taken, is_written=name in written), arg)
         for name, arg in zip(names, args, strict=False)
     ]
     cpu_options = {
-        name: tree_map(functools.partial(taken, is_written=name in written), value) for name, value in options.items()
+        name: _mapped(functools.partial(taken, is_written=name in written), value) for name, value in options.items()
     }
     pinned = cpu_options.pop("pin_memory", None)
     assert not pinned, "only memory of the CPU can be page-locked"
@@ -217,12 +237,12 @@ def _compute(operator: Any, *args: Any, **options: Any) -> Any:
             what = what.clone()
         return DEVICE.wrap(what, index)
 
-    return tree_map(given, found)
+    return _mapped(given, found)
 
 
 def _called(operator: Any, args: list[Any], options: dict[str, Any]) -> Any:
     """Call an operator, of which torch hands over numbers that stand for tensors as numbers."""
-    types = [str(argument.type) for argument in operator._schema.arguments]
+    _, _, types = _arguments_of(operator)
     numbers = [
         place
         for place, (kind, arg) in enumerate(zip(types, args, strict=False))
@@ -255,7 +275,8 @@ def _device_of(operator: Any, args: Sequence[Any], options: dict[str, Any]) -> i
     Raises:
         RuntimeError: they are on several.
     """
-    tensors = [each for each in tree_iter((args, options)) if isinstance(each, Tensor)]
+    given = [*_leaves(tuple(args)), *_leaves(tuple(options.values()))]
+    tensors = [each for each in given if isinstance(each, Tensor)]
     found = {tensor.device for tensor in tensors if tensor.device.type == NAME}
     others = [tensor for tensor in tensors if tensor.device.type != NAME]
     name = operator._schema.name
@@ -271,7 +292,7 @@ def _device_of(operator: Any, args: Sequence[Any], options: dict[str, Any]) -> i
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got some on {where}")
     if found:
         return found.pop().index or 0
-    named = [each for each in tree_iter((args, options)) if isinstance(each, torch.device)]
+    named = [each for each in given if isinstance(each, torch.device)]
     return (named[0].index or 0) if named else 0
 
 
