@@ -368,13 +368,14 @@ TWO_DEVICES = (
     "cluster.runtime=inline",  # on Ray it asks for three cores
     "cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling", "rollout.mesh.tp=2",
 )  # fmt: skip
+TWO_RANKS = ("cluster.pools={main: [2]}", "actor.mesh.dp_shard=2", "rollout.mesh.tp=2")  # which share a server
 ADAPTED = ("model.lora={rank: 8, alpha: 32}",)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [ONE_RANK, ONE_RANK + ADAPTED, TWO_DEVICES, TWO_DEVICES + ADAPTED],
-    ids=["all weights", "adapters", "two devices", "adapters on two devices"],
+    [ONE_RANK, ONE_RANK + ADAPTED, TWO_DEVICES, TWO_DEVICES + ADAPTED, TWO_RANKS],
+    ids=["all weights", "adapters", "two devices", "adapters on two devices", "devices of two ranks"],
 )
 @pytest.mark.usefixtures("installed")
 def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsiders(tmp_path, kind):
@@ -394,7 +395,7 @@ def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsid
     assert all(record["rollout/logprob_gap_max"] < 1e-3 for record in steps)
     assert all(record["rollout/failed"] == 0 for record in steps)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
-    assert (tmp_path / "run" / "logs" / "vllm-0.log").is_file()
+    assert [path.name for path in (tmp_path / "run" / "logs").glob("vllm-*.log")] == ["vllm-0.log"]
     assert caller.statuses[0] == 401
     assert set(caller.statuses[1:]) <= {200, 500, 503}
     assert len({version for choice in caller.choices for version in choice["versions"]}) > 1, caller.statuses

@@ -114,18 +114,19 @@ def _server(config: RunConfig) -> Iterator[Problem]:
         yield from _cut_rollouts(config, tp)
         return
     pool = config.roles["rollout"].pool
-    if beside := [role for role, placement in config.roles.items() if role != "rollout" and placement.pool == pool]:
-        own = f"cluster.pools={{{pool}: [1], rollout: [1]}} rollout.placement.pool=rollout"
+    ends = itertools.accumulate(config.cluster.pools.get(pool, ()))  # of nodes, one of them between ranks of a server
+    if config.devices_of_rollout == 1 and any(end % tp for end in ends if end < config.num_ranks("rollout")):
         yield Problem(
-            ("rollout.mesh.tp", "rollout.placement.pool"),
-            f"rollout.mesh.tp={tp}: pool {pool!r} has other roles, too ({', '.join(sorted(beside))}), and one device "
-            f"for each process; expected a pool for rollouts alone, each process of which then has {tp}, such as {own}",
+            ("rollout.mesh.tp", f"cluster.pools.{pool}"),
+            f"rollout.mesh.tp={tp} does not divide cluster.pools.{pool}={list(config.cluster.pools[pool])}: a vLLM "
+            f"server has the devices of {tp} processes of one node; expected a multiple of {tp} on each node, or a "
+            f"pool for rollouts alone, each process of which then has {tp} devices",
         )
     if (gpus := config.cluster.num_gpus_per_process) != 1 and config.cluster.device != "cpu":
         yield Problem(
             ("rollout.mesh.tp", "cluster.num_gpus_per_process"),
-            f"rollout.mesh.tp={tp} with cluster.num_gpus_per_process={gpus:g}; expected 1, so that a process of pool "
-            f"{pool!r} has {tp} whole devices",
+            f"rollout.mesh.tp={tp} with cluster.num_gpus_per_process={gpus:g}; expected 1, so that a vLLM server has "
+            f"{tp} whole devices",
         )
     # vLLM copies heads of keys and values where there are too few, and cuts each expert.
     shared = {} if (shape := shape_of(config)) is None else shape.shared_by_tp

@@ -332,6 +332,12 @@ class RunConfig(Section):
         )
 
     @property
+    def devices_of_rollout(self) -> int:
+        """Devices of each rollout rank: those of its vLLM server in a pool of rollouts alone, else one."""
+        is_alone = [one.pool for one in self.roles.values()].count(self.rollout.placement.pool) == 1
+        return self.rollout.mesh.tp if self.rollout.engine == "vllm" and is_alone else 1
+
+    @property
     def rollout_shares_actor(self) -> bool:
         """Whether every rollout rank lives in a process that has an actor rank, and samples from its weights."""
         return "rollout" in self.roles and self.rollout.engine != "vllm" and self._lives_with_actor("rollout")
@@ -365,14 +371,14 @@ class RunConfig(Section):
         return placement.num_ranks or sum(self.cluster.pools[placement.pool])
 
     def mesh(self, role: RoleName) -> dict[str, int]:
-        """Return the size of each axis of a role's mesh; the devices of a server are all of one rank."""
+        """Return the size of each axis of a role's mesh."""
         sections: dict[RoleName, MeshConfig] = {
             "actor": self.actor.mesh,
             "reward": self.reward.mesh or MeshConfig(),
             "reference": self.reference.mesh or MeshConfig(),
             "teacher": self.teachers.mesh or MeshConfig(),
             "critic": self.critic.mesh or MeshConfig(),
-            "rollout": MeshConfig(tp=1 if self.rollout.engine == "vllm" else self.rollout.mesh.tp),
+            "rollout": MeshConfig(tp=self.rollout.mesh.tp // self.devices_of_rollout),
         }
         mesh = sections.get(role, MeshConfig())
         inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}

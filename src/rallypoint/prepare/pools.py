@@ -24,8 +24,8 @@ def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
         name: ResourcePool(
             processes_per_node,
             name=name,
-            num_cpus=cluster.num_cpus_per_process * _parts_of_server(config, name),
-            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process * _parts_of_server(config, name),
+            num_cpus=cluster.num_cpus_per_process * _devices_of(config, name),
+            num_gpus=0 if cluster.device == "cpu" else cluster.num_gpus_per_process * _devices_of(config, name),
             memory_gib=cluster.memory_gib_per_process or 0,
             labels=cluster.labels,
             device=cluster.device,
@@ -34,15 +34,15 @@ def resource_pools(config: RunConfig) -> dict[str, ResourcePool]:
     }
 
 
-def _parts_of_server(config: RunConfig, pool: str) -> int:
-    """Return over how many devices the server of each process of a pool cuts its model; 1 without one."""
-    has_server = config.rollout.engine == "vllm" and "rollout" in config.roles and config.roles["rollout"].pool == pool
-    return config.rollout.mesh.tp if has_server else 1
+def _devices_of(config: RunConfig, pool: str) -> int:
+    """Return the devices of each process of a pool: several where it has a server alone, which cuts its model."""
+    has_rollouts = "rollout" in config.roles and config.roles["rollout"].pool == pool
+    return config.devices_of_rollout if has_rollouts else 1
 
 
 def num_devices(config: RunConfig) -> float:
     """Return the devices of all pools, where they are not processors."""
-    num = sum(sum(each) * _parts_of_server(config, pool) for pool, each in config.cluster.pools.items())
+    num = sum(sum(each) * _devices_of(config, pool) for pool, each in config.cluster.pools.items())
     return num * (1 if config.cluster.runtime == "inline" else config.cluster.num_gpus_per_process)
 
 

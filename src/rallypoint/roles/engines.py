@@ -46,8 +46,12 @@ def make_engine(config: RunConfig, model: PreTrainedModel, decode: Decode | None
     )
 
 
-def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.ExitStack) -> VLLMEngine:
+def start_server(
+    spec: WorkerSpec, context: WorkerContext, devices: tuple[str, ...], until: contextlib.ExitStack
+) -> VLLMEngine:
     """Start vLLM for this rank, with the initial policy; it ends with `until`, or with this process.
+
+    It is on this rank's own devices, or those of the ranks that share it; see `ServerRanks.devices`.
 
     Raises:
         EngineError: this node does not have it.
@@ -69,7 +73,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         model=spec.model_path,
         dtype=model.dtype,
         device=context.device,
-        num_cpus=context.num_cpus,
+        num_cpus=context.num_cpus * context.mesh.axes.get("tp", 1),
         max_tokens=config.max_row_tokens,
         max_rows=rollout.max_batch_rows,
         cache_bytes=cache_bytes,
@@ -83,6 +87,7 @@ def start_server(spec: WorkerSpec, context: WorkerContext, until: contextlib.Exi
         records_experts=rollout.router_replay,
         quantization=rollout.quantization,
         num_devices=rollout.mesh.tp,
+        visible_devices=devices,
     )
     connection = VllmConnection(
         lambda folder: ServerProcess(launch, folder),

@@ -193,20 +193,23 @@ class Stream(WeightTransport):
     timeout_s: float
     """Seconds to wait for another member."""
     num_parts: int | None = None
-    """Workers of the server that each rank of the rollout role has; None if ranks have the model themselves."""
+    """Workers of each server of the rollout role; None if ranks have the model themselves."""
     is_open: bool = False
     """Whether all ranks are connected."""
     is_refused: bool = False
     """Whether servers cannot be connected, so that a folder is written instead, until one is started again."""
     _num_failed: int = 0
     """Versions one after another that servers did not get from memory."""
+    num_sharing: int = 1
+    """Ranks that share each server, the first of which has it."""
 
     @classmethod
     def of(cls, name: TransportName, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
         num_parts = config.rollout.mesh.tp if config.rollout.engine == "vllm" else None
-        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts)
+        num_sharing = config.mesh("rollout")["tp"]
+        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts, num_sharing=num_sharing)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`; what servers do not get from memory, they get from a folder."""
@@ -301,7 +304,7 @@ def make_plan(
 ) -> TransferPlan:
     """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
-    Where rollout ranks have servers, the workers of these are the receivers.
+    Where rollout ranks have servers, the workers of these are the receivers; ranks that share one may still send.
 
     Args:
         stream: that they take part in.
@@ -319,7 +322,8 @@ def make_plan(
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
     if stream.num_parts is not None:
         members = tuple(member for member in members if member.sender is not None)
-        members += tuple(Participant(None, rank, part) for rank in takers.values() for part in range(stream.num_parts))
+        with_server = range(0, len(rollout), stream.num_sharing)
+        members += tuple(Participant(None, rank, part) for rank in with_server for part in range(stream.num_parts))
     meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
     return TransferPlan(meeting, members, manifest, stream.timeout_s)
 

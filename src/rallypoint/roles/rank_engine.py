@@ -16,6 +16,7 @@ import xxhash
 from rallypoint.errors import DeterminismError, RequestError
 from rallypoint.generation import GenerationEngine, Output, Request
 from rallypoint.parallel import DeviceMesh
+from rallypoint.roles.server_ranks import ServerRanks
 
 SLICE_S = 0.25
 """Seconds that a rank samples before it answers, if no request ends."""
@@ -55,22 +56,33 @@ class SliceResult:
 class RankEngine:
     """An engine, whose requests have the driver's numbers."""
 
-    def __init__(self, engine: GenerationEngine, tick: Callable[[], None], mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        tick: Callable[[], None],
+        mesh: DeviceMesh | None = None,
+        sharing: ServerRanks | None = None,
+    ) -> None:
         """Take an engine.
 
         Args:
             engine: of this rank.
             tick: called after every step.
             mesh: of the model, whose ranks along `tp` take the same steps; None: the model is whole.
+            sharing: ranks whose devices the engine's server has, too.
         """
-        self.engine, self._tick, self._mesh = engine, tick, mesh or DeviceMesh.solo()
+        self.engine, self._tick, self._mesh, self._sharing = engine, tick, mesh or DeviceMesh.solo(), sharing
         self._numbers: dict[int, int] = {}
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Leave the ranks that share the model if the block raises: they would wait for this one."""
-        with self._mesh.abandoned_on_error() if self._mesh.tp.size > 1 else contextlib.nullcontext():
-            yield
+        """Take a slice with the ranks that share the model; leave them if it raises: they would wait for this one."""
+        if self._sharing is not None:
+            with self._sharing.slice(lambda: not self.engine.is_asleep):
+                yield
+        else:
+            with self._mesh.abandoned_on_error() if self._mesh.tp.size > 1 else contextlib.nullcontext():
+                yield
 
     def take(self, asked: SliceRequest, *, streamed: bool = False) -> list[Output]:
         """Begin with requests and give others up; return the ends of those that the engine refuses."""

@@ -21,7 +21,7 @@ from rallypoint.errors import GenerationError, NotFiniteError, RequestError, Wei
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard
-from rallypoint.roles.colocated import ActorParts, LeaseHolder, MemoryLease, make_room_for_neighbour, with_lease
+from rallypoint.roles.colocated import ActorParts, MemoryLease, with_lease
 from rallypoint.roles.connections import ModelReplica, ServerReplica, StreamConnection
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -35,11 +35,12 @@ from rallypoint.roles.publishing import (
     transport_between,
 )
 from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult
+from rallypoint.roles.server_ranks import RolloutRank, ServerRanks
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import TransferPlan, published_folder
 
 
-class RolloutWorker(LeaseHolder):
+class RolloutWorker(RolloutRank):
     """One rank of sampling."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
@@ -54,9 +55,10 @@ class RolloutWorker(LeaseHolder):
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
         """Engine in a process of its own that holds the model; None if this process holds it."""
+        sharing: ServerRanks | None = None
         if config.rollout.engine == "vllm":
-            make_room_for_neighbour(context)
-            self._server = start_server(spec, context, self._until)
+            sharing = ServerRanks.meet(context, spec)
+            self._server = start_server(spec, context, sharing.devices, self._until)
             self._engine: GenerationEngine = self._server
             self._replica = ServerReplica(connection, context, self._server, self._actor)
         else:
@@ -64,7 +66,7 @@ class RolloutWorker(LeaseHolder):
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
             self._replica = ModelReplica(connection, context, self._shard, self._actor)
         self._engine.sleep()
-        self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh)
+        self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh, sharing)
         self._guests: GuestEngine | None = None
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
@@ -90,9 +92,9 @@ class RolloutWorker(LeaseHolder):
             WeightsMismatchError: this rank does not hold the expected version of the weights.
             RallyError: a request failed for a reason other than its engine or its logits.
         """
-        if not asked.new and not self._engine.has_work:
-            return SliceResult()
         with self._training.together(), contextlib.ExitStack() as if_it_fails:
+            if not asked.new and not self._engine.has_work:
+                return SliceResult()
             self.check_whole()
             if asked.version != self._engine.version:
                 raise WeightsMismatchError(
@@ -111,9 +113,9 @@ class RolloutWorker(LeaseHolder):
                 if error is not None and not isinstance(error, GenerationError | NotFiniteError | RequestError):
                     raise error
             if_it_fails.pop_all()
-        lacks_weights = self._server is not None and self._server.lacks_weights
-        if lacks_weights or not self._engine.has_work:
-            self._stop()
+            lacks_weights = self._server is not None and self._server.lacks_weights
+            if lacks_weights or not self._engine.has_work:
+                self._stop()
         return dataclasses.replace(done, lacks_weights=lacks_weights, is_sampling=self._is_sampling)
 
     def _stop(self) -> None:
@@ -314,6 +316,6 @@ class Rollouts:
         """
         digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
         self._lacking.clear()
-        own = [digest for digest in digests if digest is not None]
+        own = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
         what, num = f"the ranks that sample hold different weights of version {version}", self._group.mesh.axes["tp"]
-        return joint_digest(what, own, [(rank % num,) for rank in range(len(own))]) if own else None
+        return joint_digest(what, list(own.values()), [(rank % num,) for rank in own]) if own else None

@@ -286,13 +286,18 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         "cluster.pools.main=[2] actor.mesh.tp=2 rollout.mesh.tp=2 rollout.exact=true",
         ("rollout.exact=true with rollout.mesh.tp=2", "expected rollout.exact=false, or rollout.mesh.tp=1"),
     ),
-    "fit: several devices beside the actor": (
-        "rollout.engine=vllm rollout.mesh.tp=2",
-        (
-            "rollout.mesh.tp=2: pool 'main' has other roles, too (actor,",
-            "one device for each process",
-            "cluster.pools={main: [1], rollout: [1]}",
-        ),
+    "fit: a server over more processes than there are": (
+        "cluster.pools.main=[1] rollout.engine=vllm rollout.mesh.tp=2",
+        ("rollout.mesh: tp=2 makes 2 ranks, but the role has 1 (in pool 'main')", "cluster.pools.main=[2]"),
+    ),
+    "fit: a server over processes of two nodes": (
+        "cluster.pools.main=[3,1] rollout.engine=vllm rollout.mesh.tp=2",
+        ("rollout.mesh.tp=2 does not divide cluster.pools.main=[3, 1]", "expected a multiple of 2 on each node"),
+    ),
+    "fit: a server over parts of devices": (
+        "cluster.pools.main=[2] rollout.engine=vllm rollout.mesh.tp=2 cluster.device=cuda "
+        "cluster.num_gpus_per_process=0.6",
+        ("rollout.mesh.tp=2 with cluster.num_gpus_per_process=0.6; expected 1", "has 2 whole devices"),
     ),
     "fit: heads and the devices of a server": (
         "cluster.pools={main:[1],second:[1]} rollout.placement.pool=second rollout.engine=vllm rollout.mesh.tp=3",

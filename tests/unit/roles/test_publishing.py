@@ -95,6 +95,20 @@ def test_the_workers_of_servers_receive_and_processes_only_send():
     assert [plan.place_of_process(rank) for rank in (0, 1)] == [0, None]
 
 
+def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
+    processes = [object() for _ in range(4)]
+    held = [{f"w{rank}": next(iter(HELD[0].values()))} for rank in range(4)]
+    stream = Stream("memory", "xxh3", 10.0, num_parts=2, num_sharing=2)
+    plan = make_plan(stream, held, processes, processes)
+    names = [member.name for member in plan.members]
+    assert names == [
+        *(f"actor rank {rank} and rollout rank {rank}" for rank in range(4)),
+        *(f"part {part} of rollout rank {rank}'s server" for rank in (0, 2) for part in (0, 1)),
+    ]
+    assert [plan.places_of_receiver(rank) for rank in range(4)] == [(4, 5), (), (6, 7), ()]
+    assert [plan.place_of_process(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
 class Ranks:
     """Two ranks that sample, each the process of an actor's rank, too; the first one has lost its weights."""
 

@@ -101,7 +101,9 @@ class Launch:
     quantization: Literal["fp8"] | None = None
     """What the server makes of weights that it is given."""
     num_devices: int = 1
-    """Devices that it cuts the model over, by tensor parallelism; the first ones that this process sees."""
+    """Devices that it cuts the model over, by tensor parallelism; the first ones that it sees."""
+    visible_devices: tuple[str, ...] = ()
+    """Accelerators that it sees, in the words of CUDA_VISIBLE_DEVICES; empty: those of this process."""
 
     def command(self, folder: Path) -> list[str]:
         """Return the server's command line."""
@@ -151,12 +153,13 @@ class Launch:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "RALLYPOINT_BEAT": str(folder / "beat"),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(self.visible_devices)} if self.visible_devices else {}),
             **(self._of_cpu() if self.device == "cpu" else {}),
         }
 
     def _of_cpu(self) -> dict[str, str]:
         return {
-            "OMP_NUM_THREADS": str(self.num_cpus),
+            "OMP_NUM_THREADS": str(max(1, self.num_cpus // self.num_devices)),  # of each device's process
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it takes all cores for itself
             "TORCHDYNAMO_DISABLE": "1",  # it compiles even when told to be eager
         }

@@ -85,6 +85,12 @@ def test_a_server_over_several_devices_is_told_so(launch, tmp_path):
     assert set(four) - set(one) == {"--tensor-parallel-size=4", "--distributed-executor-backend=mp"}
 
 
+def test_a_server_over_devices_of_other_processes_sees_them_and_its_own_have_their_cores(launch, tmp_path):
+    shared = dataclasses.replace(launch, num_cpus=4, num_devices=2, visible_devices=("3", "5"))
+    found = shared.environment(tmp_path, "key")
+    assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("3,5", "2")
+
+
 def test_a_server_that_ends_says_why(launch, tmp_path):
     server = ServerProcess(dataclasses.replace(launch, model="bad"), OwnFolder(tmp_path).path)
     why = wait_until(server.ended)
