@@ -273,6 +273,9 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
         lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
     lines += describe_choices(loaded, machine)
+    if "rollout" in config.roles and config.rollout.engine == "vllm" and (tp := config.rollout.mesh.tp) > 1:
+        devices = f"the devices of {tp} processes" if config.devices_of_rollout == 1 else f"{tp} devices of a process"
+        lines.append(f"vLLM servers: {config.num_parts('rollout')}, each over {devices}")
     if "rollout" in config.roles:
         lines += [f"published weights: {describe_transport(config, transport_name(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines

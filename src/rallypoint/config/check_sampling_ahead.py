@@ -73,7 +73,7 @@ def _shared_pool(config: RunConfig) -> Iterator[Problem]:
     more = sum(map(sum, cast("Mapping[str, tuple[int, ...]]", found["cluster.pools"]).values()))
     more -= sum(map(sum, config.cluster.pools.values()))
     expected = "a pool for rollout alone"
-    if more:
+    if more > 0:
         expected += f", and for that {'one more process' if more == 1 else f'{more} more processes'}"
     written = {key: value if isinstance(value, str) else shown(value) for key, value in found.items()}
     settings = " ".join(f"'{key}={text}'" if " " in text else f"{key}={text}" for key, text in written.items())
@@ -128,8 +128,10 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:
     given = sorted(range(1, num), key=lambda one: (abs(one - usual), one)) if num_ranks is None else [num_ranks]
     as_it_is, awake = dict[str, object](), dict[str, object]({"engine.sleep": False})
     without_sleep = (as_it_is, awake) if config.engine.sleep else (as_it_is,)
-    divided = [(kept, {"cluster.pools": {**config.cluster.pools, pool: kept, own: away}})
-               for kept, away in (divide(nodes, one) for one in given if one < num)]  # fmt: skip
+    each = config.rollout.mesh.tp if config.rollout.engine == "vllm" else 1  # devices of a process that has a server
+    divided = [(kept, {"cluster.pools": {**config.cluster.pools, pool: kept, own: tuple(one // each for one in away)}})
+               for kept, away in (divide(nodes, one) for one in given if one < num)
+               if not any(one % each for one in away)]  # fmt: skip
     for extra in without_sleep:
         for _, pools in divided:
             yield {**pools, **rest, **extra}
@@ -137,7 +139,7 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:
         for kept, pools in divided:
             yield {**pools, **rest, **_narrower(config, pool, sum(kept)), **extra}
     another: dict[str, object] = {
-        "cluster.pools": {**config.cluster.pools, own: (num_ranks or config.mesh("rollout")["tp"],)},
+        "cluster.pools": {**config.cluster.pools, own: (num_ranks or config.mesh("rollout")["tp"] // each,)},
         **rest,
     }
     if (

@@ -161,10 +161,11 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
     for pool, most, whose in _rooms(config, machine):
         held = plan.held_memory(pool) if plan.memory else 0
         if held > most:
+            cuts = "actor.mesh.dp_shard" + " and rollout.mesh.tp" * ("rollout" in config.roles)
             yield Problem(
                 ("cluster.pools", "model.dtype"),
                 f"pool {pool}: weights, gradients and optimizer of its roles take {gib(held)} in each process, but "
-                f"{whose}; divide the model (actor.mesh.dp_shard over more processes), give roles pools of their own, "
+                f"{whose}; divide the model ({cuts} over more processes), give roles pools of their own, "
                 "or train adapters (model.lora)",
             )
 

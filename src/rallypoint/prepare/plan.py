@@ -214,7 +214,7 @@ def why_server(config: RunConfig) -> str:
     shape, roles = shape_of(config), config.roles
     if config.cluster.device == "cpu" or "rollout" not in roles or any(vllm_problems(config)):
         return ""
-    if config.rollout.mesh.tp > 1:  # counts devices of a process for a server, ranks for our own engine
+    if _with(config, "rollout.engine", "vllm").devices_of_rollout > 1:  # processes have one for our own engine
         return ""
     found = ["its adapters"] if config.model.lora is not None else []
     if shape is not None and (faster := [kind.served_faster for kind in shape.kinds if kind.served_faster]):

@@ -75,3 +75,14 @@ def test_a_config_with_the_suggested_pools_shares_no_process_and_keeps_those_tha
     assert (apart.num_ranks("rollout"), apart.num_ranks("actor")) == (4, 4)
     assert with_pool_of_its_own(apart) is apart
     assert is_placeable(apart, {})
+
+
+def test_servers_over_several_ranks_become_processes_with_as_many_devices():
+    cut = ["cluster.pools={main: [8]}", "rollout.engine=vllm", "rollout.mesh.tp=2"]
+    apart = with_pool_of_its_own(load_config("digits", cut).config)
+    assert dict(apart.cluster.pools) == {"main": (4,), "sampling": (2,)}
+    assert apart.devices_of_rollout == 2
+    with pytest.raises(
+        ConfigError, match=r"expected a pool for rollout alone: 'cluster.pools=\{main: \[4\], sampling: \[2\]"
+    ):
+        load_config("digits", [*cut, AHEAD])

@@ -261,6 +261,13 @@ def test_a_server_samples_what_our_own_engine_is_slow_at_on_devices_if_it_can(ov
     assert "rollout.engine" not in choose(on_cpus, ("rollout.engine", "cluster.pools"), **machine)
 
 
+@pytest.mark.parametrize(("pools", "expected"), [(("cluster.pools={main: [2]}",), "vllm"), ((
+    "cluster.pools={main: [1], sampling: [2]}", "rollout.placement.pool=sampling"), None)])  # fmt: skip
+def test_ranks_that_sample_together_may_share_a_server_on_the_actors_pool(here: Path, pools, expected):
+    lora = "model={path: Qwen/Qwen3-4B, lora: {}}"
+    assert engine("gsm8k-grpo", lora, "rollout.mesh.tp=2", *pools) == expected
+
+
 def test_our_own_engine_samples_where_there_is_no_server_or_no_room_for_its_copy_of_the_model(here: Path):
     large = ("model={path: Qwen/Qwen3-8B, lora: {}}", "rollout.cache_tokens=4096", "kl=null")
     assert engine("gsm8k-grpo", *large, has_server=False) == "native"

@@ -7,6 +7,7 @@ from pathlib import Path
 from rallypoint.config import RunConfig, load_config
 from rallypoint.config.shape import shape_of
 from rallypoint.prepare.plan import make_plan
+from rallypoint.prepare.pools import num_devices
 from rallypoint.prepare.role_memory import role_memory
 
 
@@ -136,3 +137,29 @@ def test_a_server_that_keeps_8_bits_has_half_of_the_layers_and_all_of_what_is_ar
     )
     assert plain == 2 * shape.num_parameters
     assert quantized == plain - shape.num_backbone_parameters
+
+
+def test_a_server_over_the_devices_of_ranks_has_a_part_of_weights_and_cache_on_each(here: Path):
+    own = [
+        "rollout.engine=vllm",
+        "rollout.cache_tokens=4096",
+        "cluster.device=cuda",
+        "model.create.num_key_value_heads=2",
+    ]
+    one, shared, alone = (
+        load_config("digits-grpo", [*own, *more]).config
+        for more in (
+            ["cluster.pools={main: [2]}"],
+            ["cluster.pools={main: [2]}", "rollout.mesh.tp=2"],
+            ["cluster.pools={main: [2], sampling: [1]}", "rollout.placement.pool=sampling", "rollout.mesh.tp=2"],
+        )
+    )
+    shape = shape_of(one)
+    assert shape is not None
+    whole, part, of_its_own = (role_memory(config, "rollout", shape) for config in (one, shared, alone))
+    assert (part.weights, part.cache) == (of_its_own.weights, of_its_own.cache)
+    assert 2 * part.cache == whole.cache
+    assert 0.4 < part.weights / whole.weights < 0.6
+    assert [config.num_parts("rollout") for config in (one, shared, alone)] == [2, 1, 1]
+    devices = [num_devices(config) for config in (one, shared, alone)]
+    assert devices == [2, 2, 4]
