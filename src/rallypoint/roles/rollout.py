@@ -55,9 +55,8 @@ class RolloutWorker(RolloutRank):
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
         """Engine in a process of its own that holds the model; None if this process holds it."""
-        sharing: ServerRanks | None = None
-        if config.rollout.engine == "vllm":
-            sharing = ServerRanks.meet(context, spec)
+        sharing = ServerRanks.meet(context, spec) if config.rollout.engine == "vllm" else None
+        if sharing is not None:
             self._server = start_server(spec, context, sharing.devices, self._until)
             self._engine: GenerationEngine = self._server
             self._replica = ServerReplica(connection, context, self._server, self._actor)
