@@ -3,12 +3,15 @@
 import gc
 
 import torch
+from ranks import make_actor_batch
 from tiny_models import make_tiny_model
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine
+from rallypoint.engine.forward import policy_outputs
 from rallypoint.engine.offload import Sleeper
 from rallypoint.model_files import load_policy
+from rallypoint.types import Metrics
 
 DEVICE = torch.device("pretend:0")
 
@@ -53,13 +56,11 @@ def test_an_offloaded_optimizer_is_on_the_device_in_parts_while_it_steps(pretend
     monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", 2**14)
     folder = make_tiny_model(tmp_path / "model")
 
-    def train(*, offloads):
+    def train(offload):
         gc.collect()
         before = pretend.allocated()
         shard = load_policy(folder, dtype="bfloat16", device=DEVICE)
-        engine = TrainingEngine(
-            shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=100, offloads_optimizer=offloads
-        )
+        engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=100, offload=offload)
         for number in range(2):
             for place, master in enumerate(engine.optimizer.masters):
                 master.grad = torch.full_like(master, 1.0 + number + place)
@@ -72,8 +73,36 @@ def test_an_offloaded_optimizer_is_on_the_device_in_parts_while_it_steps(pretend
         engine.wake()
         return weights, pretend.allocated() - before, waits, sum(each.numel() for each in weights.values())
 
-    kept, held, _, num_weights = train(offloads=False)
-    offloaded, held_less, waits, _ = train(offloads=True)
+    kept, held, _, num_weights = train("nothing")
+    offloaded, held_less, waits, _ = train("optimizer")
     assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
     assert held - held_less >= 0.95 * 12 * num_weights
     assert set(waits) == {"synchronize"}, "nothing else is waited for"
+
+
+def test_offloaded_gradients_leave_the_device_as_soon_as_they_are_there(pretend, monkeypatch, tmp_path):
+    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", 2**14)
+    monkeypatch.setattr("rallypoint.engine.optimizer._SUMMED_BYTES", 2**12)
+    folder, batch = make_tiny_model(tmp_path / "model"), make_actor_batch()
+
+    def train(offload):
+        gc.collect()
+        before = pretend.allocated()
+        shard = load_policy(folder, dtype="bfloat16", device=DEVICE)
+        engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=48, offload=offload)
+
+        def loss(rows, at):
+            return policy_outputs(shard, rows, at, 1.0).logprobs.sum(), Metrics()
+
+        engine.accumulate(batch, loss, 100.0)
+        gc.collect()
+        held = pretend.allocated() - before
+        for step in (1, 2):
+            engine.train(batch, loss, denominator=100.0, step=step, num_steps=2)
+        weights = {name: weight.detach().cpu() for name, weight in engine.weights.items()}
+        return weights, held, sum(each.numel() for each in weights.values())
+
+    kept, held, num_weights = train("optimizer")
+    offloaded, held_less, _ = train("optimizer_and_gradients")
+    assert all(torch.equal(kept[name], offloaded[name]) for name in kept)
+    assert held - held_less >= 0.95 * 4 * num_weights

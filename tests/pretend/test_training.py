@@ -85,9 +85,13 @@ def test_grpo_in_bfloat16_has_the_bits_of_the_cpu(check_same):
     check_same("half", GRPO, "model.dtype=bfloat16")
 
 
-@pytest.mark.parametrize("activations", [pytest.param("checkpoint", marks=pytest.mark.slow), "offload"])
-def test_what_is_kept_for_the_backward_pass_changes_no_bit(check_same, activations):
-    check_same("kept", GRPO, "model.dtype=bfloat16", only_there=[f"engine.activations={activations}"])
+@pytest.mark.parametrize(
+    ("activations", "offload"),
+    [pytest.param("checkpoint", "optimizer", marks=pytest.mark.slow), ("offload", "optimizer_and_gradients")],
+)
+def test_what_is_kept_for_the_backward_pass_and_where_the_optimizer_is_changes_no_bit(check_same, activations, offload):
+    there = [f"engine.activations={activations}", f"engine.offload={offload}"]
+    check_same("kept", GRPO, "model.dtype=bfloat16", only_there=there)
 
 
 def test_a_run_whose_roles_sleep_between_their_turns_has_the_same_bits_also_after_a_resume(runs, check_same):

@@ -11,6 +11,7 @@ from rallypoint.config.sections.learning import (
     Activations,
     ActorConfig,
     CriticConfig,
+    Offload,
     OptimizerConfig,
     ServedTeacherConfig,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "CriticConfig",
     "LoRAConfig",
     "LoadedConfig",
+    "Offload",
     "OnTooLong",
     "OptimizerConfig",
     "Problem",

@@ -306,12 +306,20 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
             "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
             "memory already; expected checkpoint or keep",
         )
-    if config.engine.offload_optimizer and cluster.device == "cpu":
+    offload = config.engine.offload
+    if offload != "nothing" and cluster.device == "cpu":
         yield Problem(
-            ("engine.offload_optimizer", "cluster.device"),
-            "engine.offload_optimizer=true has nothing to gain with cluster.device=cpu, where the optimizer's state "
-            "lies in CPU memory already; expected false",
+            ("engine.offload", "cluster.device"),
+            f"engine.offload={offload!r} has nothing to gain with cluster.device=cpu, where the optimizer's state lies "
+            "in CPU memory already; expected nothing",
         )
+    for role in config.learners:
+        if offload == "optimizer_and_gradients" and (num := config.mesh(role)["dp_shard"]) > 1:
+            yield Problem(
+                ("engine.offload", f"{role}.mesh.dp_shard"),
+                f"engine.offload={offload!r} with {role}.mesh.dp_shard={num}: gradients of a rank's part of the model "
+                f"stay on its device; expected optimizer, or {role}.mesh.dp_shard=1",
+            )
     if ":" in cluster.device:
         yield Problem(
             ("cluster.device",),

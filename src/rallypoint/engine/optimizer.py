@@ -5,22 +5,25 @@ ranks, files. Invariants: a weight of half precision always is its float32 maste
 changes no bit.
 
 An offloaded state lies in page-locked CPU memory. A step then goes over the weights in parts: masters and moments of a
-part come to the device, are stepped, and go back before those of the next part come.
+part come to the device, are stepped, and go back before those of the next part come. Offloaded gradients lie there too:
+a backward pass adds each one to that of earlier passes as soon as it is there, and they come back with their part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rallypoint.config import OptimizerConfig
+from rallypoint.config import Offload, OptimizerConfig
 from rallypoint.config.limits import OPTIMIZER_BYTES
 
 _MASTER = "master"
+_SUMMED_BYTES = OPTIMIZER_BYTES // 4
+"""What a backward pass has on the device of an offloaded gradient that it adds to."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -65,29 +68,41 @@ class AdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, are_masters: bool = False, offloads: bool = False, **options: Any
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        are_masters: bool = False,
+        offload: Offload = "nothing",
+        **options: Any,
     ) -> None:
         """Take weights over: from now on the gradients of those of half precision go to their masters.
 
         Args:
             groups: as torch has them, of the model's weights.
             are_masters: whether these are the masters already, of a model that computes in half precision.
-            offloads: whether masters and moments lie in CPU memory between steps.
+            offload: what lies in CPU memory between steps: masters and moments; or gradients, too, also between passes.
             **options: torch's own.
         """
         groups = list(groups)
-        self._are_masters, self._offloads = are_masters, offloads
+        self._are_masters, self._offloads = are_masters, offload != "nothing"
         self._away: dict[Tensor, Tensor] = {}
         """Master -> its numbers in CPU memory, while it has no memory of its own."""
         self._places: dict[tuple[Tensor, str], Tensor] = {}
         """(master, what) -> CPU memory that belongs to it, as long as it is on the device."""
         self._masters: dict[Tensor, nn.Parameter] = {}
+        self.gradients_stay = offload != "optimizer_and_gradients"
+        """Whether gradients stay on the device."""
+        self._gradients: dict[Tensor, Tensor] = {}
+        """Master -> CPU memory for its gradient."""
+        self._summed: set[Tensor] = set()
+        """Masters that have a gradient there."""
         for weight in (weight for group in groups for weight in group["params"]):
             if torch.finfo(weight.dtype).bits < 32:
                 self._masters[weight] = master = nn.Parameter(weight.detach().float())
-                if offloads:
+                if self._offloads:
                     self._take_away(master)
-                weight.register_post_accumulate_grad_hook(_moves_gradient_to(master))
+            if not self.gradients_stay or weight in self._masters:
+                weight.register_post_accumulate_grad_hook(self._takes_gradient)
         super().__init__([{**group, "params": list(map(self.master, group["params"]))} for group in groups], **options)
 
     @property
@@ -132,8 +147,32 @@ class AdamW(torch.optim.AdamW):
                 super().step(closure)
                 self._round(part)
                 self._put_away(part)
+                if not self.gradients_stay:
+                    super().zero_grad()
         finally:
             self.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch's own."""
+        super().zero_grad(set_to_none or not self.gradients_stay)
+        self._summed.clear()
+
+    def gradient_parts(self, weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield what is stepped for weights that are trained, by name, with gradients that the caller may change.
+
+        All at once, or in parts whose gradients are on the device only until the next part is asked for.
+        """
+        names = {self.master(weight): name for name, weight in weights.items() if weight.requires_grad}
+        if self.gradients_stay:
+            yield {name: master for master, name in names.items()}
+            return
+        for part in self._parts():
+            self._fetch_gradients(part)
+            yield {names[master]: master for master in part}
+            for master in part:
+                if master.grad is not None:
+                    self._sum_away(master, master.grad, is_first=True)
+                master.grad = None
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -149,7 +188,7 @@ class AdamW(torch.optim.AdamW):
         if what == _MASTER:
             self.values_of(weight).copy_(value)
         elif self._offloads and value.dim():
-            self.state[master][what] = _page_locked(value, master.device)
+            self.state[master][what] = _page_locked_like(master, value.dtype).copy_(value, non_blocking=True)
         else:
             self.state[master][what] = value.to(master.device, copy=True)
 
@@ -173,7 +212,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _fetch(self, masters: Sequence[Tensor]) -> None:
-        """Bring the state of some masters to the device."""
+        """Bring the state of some masters to the device, and their gradients."""
+        self._fetch_gradients(masters)
         for master in masters:
             if (values := self._away.pop(master, None)) is not None:
                 master.untyped_storage().resize_(values.nbytes)
@@ -197,6 +237,36 @@ class AdamW(torch.optim.AdamW):
         for device in {master.device for master in masters if master.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
 
+    @torch.no_grad()
+    def _fetch_gradients(self, masters: Sequence[Tensor]) -> None:
+        for master in masters:
+            if master in self._summed:
+                master.grad = self._gradients[master].to(master.device, non_blocking=True, copy=True)
+
+    @torch.no_grad()
+    def _takes_gradient(self, weight: Tensor) -> None:
+        """Take the gradient of a weight as soon as a backward pass has it, and add it to that of earlier passes."""
+        assert weight.grad is not None, "a weight has one optimizer"
+        master, gradient, weight.grad = self.master(weight), weight.grad, None
+        if not self.gradients_stay:
+            self._sum_away(master, gradient, is_first=master not in self._summed)
+        elif master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad += gradient
+
+    @torch.no_grad()
+    def _sum_away(self, master: Tensor, gradient: Tensor, *, is_first: bool) -> None:
+        """Add to a gradient in CPU memory, or put the first one there, a piece at a time; nothing waits for it."""
+        if master not in self._gradients:
+            self._gradients[master] = _page_locked_like(gradient, master.dtype)
+        self._summed.add(master)
+        size = max(1, _SUMMED_BYTES // master.dtype.itemsize)
+        for place, piece in zip(
+            self._gradients[master].flatten().split(size), gradient.flatten().split(size), strict=True
+        ):
+            place.copy_(piece if is_first else piece + place.to(piece.device, non_blocking=True), non_blocking=True)
+
     def _take_away(self, master: Tensor) -> None:
         self._away[master] = self._moved(master, _MASTER, master.detach())
         master.untyped_storage().resize_(0)
@@ -204,27 +274,13 @@ class AdamW(torch.optim.AdamW):
     def _moved(self, master: Tensor, what: str, value: Tensor) -> Tensor:
         """Copy a value to the CPU memory that belongs to it, and return that."""
         place = self._places.pop((master, what), None)
-        return _page_locked(value, master.device) if place is None else place.copy_(value, non_blocking=True)
+        place = _page_locked_like(value, value.dtype) if place is None else place
+        return place.copy_(value, non_blocking=True)
 
 
-def _page_locked(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in CPU memory that an accelerator can read by itself."""
-    place = torch.empty(value.shape, dtype=value.dtype, pin_memory=device.type != "cpu")
-    return place.copy_(value, non_blocking=True)
-
-
-def _moves_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """Return what a backward pass does with the gradient of a weight as soon as it is there."""
-
-    def move(weight: Tensor) -> None:
-        assert weight.grad is not None, "a weight has one optimizer"
-        gradient, weight.grad = weight.grad, None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            master.grad += gradient
-
-    return move
+def _page_locked_like(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return CPU memory for a tensor, which its accelerator can read and write by itself."""
+    return torch.empty(value.shape, dtype=dtype, pin_memory=value.device.type != "cpu")
 
 
 def make_optimizer(
@@ -233,7 +289,7 @@ def make_optimizer(
     *,
     eps: float,
     are_masters: bool = False,
-    offloads: bool = False,
+    offload: Offload = "nothing",
 ) -> AdamW:
     """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
     trained = [weight for weight in weights.values() if weight.requires_grad]
@@ -248,7 +304,7 @@ def make_optimizer(
         eps=eps,
         fused=True,
         are_masters=are_masters,
-        offloads=offloads,
+        offload=offload,
     )
 
 

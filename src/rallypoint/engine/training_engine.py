@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms import Denominator
-from rallypoint.config import Activations, OptimizerConfig
+from rallypoint.config import Activations, Offload, OptimizerConfig
 from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions
@@ -46,7 +46,7 @@ class TrainingEngine(Generic[BatchT]):
         max_tokens_per_micro_batch: int,
         padded: bool = False,
         activations: Activations = "keep",
-        offloads_optimizer: bool = False,
+        offload: Offload = "nothing",
         eps: float = 1e-8,
         deterministic: bool = True,
         tick: Callable[[], None] = lambda: None,
@@ -59,7 +59,7 @@ class TrainingEngine(Generic[BatchT]):
             max_tokens_per_micro_batch: the hard cap.
             padded: whether rows are padded to the longest, not packed end to end: for the parity table (docs/parity.md)
             activations: what a layer keeps for the backward pass.
-            offloads_optimizer: whether the optimizer's state lies in CPU memory between its steps.
+            offload: what of the optimizer lies in CPU memory between its steps.
             eps: AdamW's; a larger one keeps the division well conditioned.
             deterministic: off the CPU, run passes with kernels that give equal bits; see `engine.determinism`.
             tick: called after every micro-batch, as a sign of progress.
@@ -69,7 +69,7 @@ class TrainingEngine(Generic[BatchT]):
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         make = functools.partial(make_optimizer, self.weights, eps=eps, are_masters=self._sharding.half is not None)
-        self.optimizer = make(optimizer, offloads=offloads_optimizer) if optimizer else None
+        self.optimizer = make(optimizer, offload=offload) if optimizer else None
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._is_strict = deterministic and self.model.device.type != "cpu"
@@ -227,8 +227,8 @@ class TrainingEngine(Generic[BatchT]):
                 failure.is_of_update = num_failed == num_wild
             raise failure
         assert self.optimizer is not None, "as in `train`"
-        masters = {name: self.optimizer.master(weight) for name, weight in self.weights.items() if weight.requires_grad}
-        norm = self._sharding.reduce_and_clip(masters, max_norm)
+        parts = functools.partial(self.optimizer.gradient_parts, self.weights)
+        norm = self._sharding.reduce_and_clip(parts, max_norm, stay=self.optimizer.gradients_stay)
         if not math.isfinite(norm):
             raise NotFiniteError(f"the gradient norm is {norm}; the optimizer step was not taken", is_of_update=True)
         return norm

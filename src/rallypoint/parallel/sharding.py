@@ -13,11 +13,12 @@ ranks of the mesh in the same order; on a mesh of one rank it does nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rallypoint.errors import PeerFailedError
 from rallypoint.parallel.collective import Grouped
@@ -115,12 +116,16 @@ class Sharding:
         """Return a zero that gives a pass without rows the gradients of a pass with rows."""
         return torch.zeros(()) if self._root is None else self._root.touch()
 
-    def reduce_and_clip(self, weights: Mapping[str, Tensor], max_norm: float) -> float:
+    def reduce_and_clip(
+        self, parts: Callable[[], Iterable[Mapping[str, Tensor]]], max_norm: float, *, stay: bool = True
+    ) -> float:
         """Sum gradients over the ranks, clip them to a global norm, and return the norm before clipping.
 
         Args:
-            weights: what is stepped, with gradients; the names are those of `self.weights`.
+            parts: yields what is stepped, with gradients, all at once or part by part; the names are those of
+                `self.weights`.
             max_norm: of the gradients of all weights of all ranks.
+            stay: whether gradients may be kept while others of these parts are there.
 
         Returns:
             The norm, on all ranks the same bits; it may be NaN or infinite.
@@ -129,6 +134,17 @@ class Sharding:
             for name, weight in self._model.named_parameters():
                 if weight.grad is not None:
                     self.weights[name].grad = held(weight.grad)
+        measured: dict[str, Tensor] = {}
+        for weights in parts():
+            gradients = self._summed(weights)
+            measured |= gradients if stay else {name: get_total_norm([one]) for name, one in gradients.items()}
+        norm = self._norm({name: measured[name] for name in self.weights if name in measured})
+        for weights in parts():
+            clip_grads_with_norm_(list(weights.values()), max_norm, norm)
+        return norm.item()
+
+    def _summed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum gradients over the ranks, and return them."""
         gradients: dict[str, Tensor] = {}
         for name, weight in weights.items():
             if weight.grad is None:
@@ -139,21 +155,19 @@ class Sharding:
         self._mesh.expert_replicas.all_reduce_sum(of_experts)
         if self._cuts.summed:
             self._mesh.tp.all_reduce_sum([gradients[name] for name in sorted(self._cuts.summed) if name in gradients])
-        norm = self._norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_(list(weights.values()), max_norm, norm)
-        return norm.item()
+        return gradients
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm of all gradients, each counted once."""
+        """Return the norm of all gradients, each counted once; their own norms do as well."""
         if self._mesh.shard.size == self._mesh.tp.size == self._mesh.ep.size == 1:
-            return torch.nn.utils.get_total_norm(list(gradients.values()))
+            return get_total_norm(list(gradients.values()))
         parts: tuple[list[Tensor], ...] = ([], [], [])  # dealt over ep, cut over tp, whole
         for name, gradient in gradients.items():
             parts[0 if name in self._cuts.dealt else 1 if name in self._cuts.cut else 2].append(gradient)
         like = next(iter(gradients.values()))
         nothing = like.new_zeros((), dtype=torch.float64)
         of_dealt, of_cut, of_whole = (
-            torch.nn.utils.get_total_norm(part).double().square() if part else nothing.clone() for part in parts
+            get_total_norm(part).double().square() if part else nothing.clone() for part in parts
         )
         self._mesh.ep.all_reduce_sum([of_dealt])
         of_cut = of_cut + of_dealt

@@ -66,8 +66,8 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
     sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(".mesh.dp_shard")}
     if chosen := [f"{name}={size}" for name, size in sizes.items() if loaded.origins[name] == THIS_MACHINE]:
         yield f"{' '.join(chosen)}: chosen for this machine, where a device has no room for the whole model"
-    if config.engine.offload_optimizer and loaded.origins["engine.offload_optimizer"] == THIS_MACHINE:
-        yield "engine.offload_optimizer=true: chosen for this machine, where a device has no room for its state as well"
+    if config.engine.offload != "nothing" and loaded.origins["engine.offload"] == THIS_MACHINE:
+        yield f"engine.offload={config.engine.offload}: chosen for this machine, where a device has no room for more"
     if loaded.origins["cluster.object_store_gib"] == THIS_MACHINE:
         yield f"cluster.object_store_gib={config.cluster.object_store_gib:g}: chosen for the data of a step"
     if why := loaded.origins.get("rollout.engine") == THIS_MACHINE and why_server(config):

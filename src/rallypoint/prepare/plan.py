@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from rallypoint.config import Activations
+from rallypoint.config import Activations, Offload
 from rallypoint.config.check import vllm_problems
 from rallypoint.config.fields import Section
 from rallypoint.config.limits import CACHE_MARGIN
@@ -245,11 +245,12 @@ def _for_devices(
 ) -> dict[str, object]:
     """Return the layout over devices, and what layers and optimizers keep there."""
     chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
-    if "engine.offload_optimizer" in left_open:
-        offloads, any_way = {"engine.offload_optimizer": True}, "engine.activations" in left_open
-        laid_out, lighter = _with_all(config, chosen), _with_all(config, {**chosen, **offloads})
-        if not _has_room(laid_out, any_way, device_bytes) and _has_room(lighter, any_way, device_bytes):
-            chosen |= offloads
+    for offload in get_args(Offload) if "engine.offload" in left_open else ():
+        trial, any_way = _with_all(config, {**chosen, "engine.offload": offload}), "engine.activations" in left_open
+        is_cut = any(trial.mesh(role)["dp_shard"] > 1 for role in trial.learners)
+        if not (is_cut and offload == "optimizer_and_gradients") and _has_room(trial, any_way, device_bytes):
+            chosen |= {"engine.offload": offload} if offload != "nothing" else {}
+            break
     if "engine.activations" in left_open:
         for way, needed in activations_bytes(_with_all(config, chosen), device_bytes).items():
             if needed <= SAFE * device_bytes:

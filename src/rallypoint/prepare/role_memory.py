@@ -1,8 +1,7 @@
 """How much memory a role takes in each of its processes, predicted from the config.
 
-Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients and optimizer follow from the
-number of parameters; activations, logits and cache from caps: full micro-batches of the longest rows need them. What
-CPUs take beside passes was measured (benchmarks/README.md, "Memory").
+Owns: what a process holds at its peak beyond Python, torch and Ray. Weights, gradients, optimizer follow from sizes;
+activations, logits, cache from caps: full micro-batches of the longest rows. Measured: what CPUs take beside passes.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ class RoleMemory:
     """Whether the cache stays while other roles are awake, if there is memory for it; see `RunPlan.within`."""
     kept_cache: int = 0
     """What stays of the cache while other roles are awake."""
+    gradients_away: int = 0
+    """Gradients in CPU memory."""
 
     @property
     def held(self) -> int:
@@ -72,9 +73,7 @@ def may_keep_cache(config: RunConfig) -> bool:
 def role_memory(config: RunConfig, role: RoleName, *shapes: ModelShape) -> RoleMemory:
     """Predict the memory of a role, whose model has a shape; all teachers are there at once, and one is at work."""
     each = [_model_memory(config, role, shape) for shape in shapes]
-    return dataclasses.replace(
-        max(each, key=lambda memory: memory.activations), weights=sum(memory.weights for memory in each)
-    )
+    return dataclasses.replace(max(each, key=lambda m: m.activations), weights=sum(m.weights for m in each))
 
 
 def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleMemory:
@@ -103,18 +102,20 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     # Every rank draws from the logits of all tokens.
     sampled = dataclasses.replace(shape.part(sizes["tp"], None), vocab_size=shape.vocab_size)
     activations = sampling_bytes(config, sampled) if role == "rollout" else _activation_bytes(config, shape, role)
-    if learner is not None and sizes["dp_replicate"] > 1:
-        # Copies of a model add up their gradients as one flat copy of them, when the activations are gone.
-        activations = max(activations, trained * _WIDE)
-    if config.engine.offload_optimizer and optimizer:  # likewise the part that is stepped
-        part = optimizer // (trained * _WIDE) * max(limits.OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
-        activations, optimizer = max(activations, min(optimizer, part)), 0
+    gradients, stay = trained * _WIDE if learner else 0, config.engine.offload != "optimizer_and_gradients"
+    if sizes["dp_replicate"] > 1 and stay:  # gradients are added up in one flat copy, when activations are gone
+        activations = max(activations, gradients)
+    if config.engine.offload != "nothing" and optimizer:  # likewise the part that is stepped
+        away, optimizer = optimizer + (0 if stay else (1 + (sizes["dp_replicate"] > 1)) * gradients), 0
+        part = away // gradients * max(limits.OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
+        activations = max(activations + (0 if stay else limits.OPTIMIZER_BYTES), min(away, part))
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,
         num_ranks=config.num_ranks(role),
         weights=0 if shares_actor else weights,
-        gradients=trained * _WIDE if learner else 0,
+        gradients=gradients if stay else 0,
+        gradients_away=0 if stay else gradients,
         optimizer=optimizer,
         activations=activations,
         cache=_cache_bytes(config, sampled) if role == "rollout" else 0,

@@ -246,14 +246,18 @@ def _terms(
         cached = sum(shape.part(config.mesh(memory.role)["tp"], None).cached_bytes(pace.size) for shape in shapes)
         terms["exchanging keys and values"] = num_passes * (cp - 1) * tokens * cached / device.gathered
     if is_update:
-        num_bytes = memory.weights + memory.gradients + memory.optimizer
-        if config.engine.offload_optimizer:  # masters, unless the parts of the weights are, and two moments
+        gradients = memory.gradients + memory.gradients_away
+        num_bytes = memory.weights + gradients + memory.optimizer
+        if config.engine.offload != "nothing":  # masters, unless the parts of the weights are, and two moments
             num_kinds = 3 if pace.size == _HALF and config.mesh(memory.role)["dp_shard"] == 1 else 2
-            num_bytes += num_kinds * memory.gradients
-            terms["copying the optimizer's states"] = 2 * num_updates * num_kinds * memory.gradients / _TO_HOST_PER_S
+            num_bytes += num_kinds * gradients
+            terms["copying the optimizer's states"] = 2 * num_updates * num_kinds * gradients / _TO_HOST_PER_S
+        if memory.gradients_away:  # each pass but the first adds to them; then they are summed, clipped, and stepped
+            num_copies = num_updates * (2 * num_micro_batches - 1 + 5)
+            terms["copying gradients"] = num_copies * gradients / _TO_HOST_PER_S
         terms["the optimizer's states"] = 2 * num_updates * num_bytes / (costs.states * device.bandwidth)
         if not costs.hides_sums and config.num_parts(memory.role) > 1:
-            terms["sums of gradients"] = num_updates * memory.gradients / device.gathered
+            terms["sums of gradients"] = num_updates * gradients / device.gathered
     return terms
 
 

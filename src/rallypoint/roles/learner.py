@@ -89,7 +89,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             optimizer=optimizer,
             max_tokens_per_micro_batch=spec.config.engine.max_tokens_per_micro_batch,
             activations=spec.config.engine.activations,
-            offloads_optimizer=spec.config.engine.offload_optimizer,
+            offload=spec.config.engine.offload,
             deterministic=spec.config.engine.deterministic,
             tick=context.tick,
         )

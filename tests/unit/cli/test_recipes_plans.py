@@ -135,8 +135,18 @@ def test_the_shape_of_a_published_model_is_the_one_that_transformers_makes_of_it
 
 
 def test_a_model_that_a_device_cannot_hold_is_refused_for_a_machine_elsewhere(command):
-    said = str(command("train", "math-dapo", "engine.offload_optimizer=false", "--dry-run", "--on", "L4").exception)
+    said = str(command("train", "math-dapo", "engine.offload=nothing", "--dry-run", "--on", "L4").exception)
     assert "take 28.8 GiB in each process, but a L4 has 22.0 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "offload"),
+    [("1.7B", "A10G", "optimizer"), ("4B", "H100", "optimizer"), ("8B", "H100", "optimizer_and_gradients")],
+)
+def test_what_one_device_has_no_room_for_waits_in_cpu_memory(command, model, on, offload):
+    said = command("train", "gsm8k-grpo", f"model.path=Qwen/Qwen3-{model}", "--dry-run", "--on", on).stdout
+    assert f"engine.offload={offload}: chosen for this machine" in said
+    assert "copying gradients" in said or offload == "optimizer"
 
 
 def test_a_machine_that_nobody_knows_is_refused(command):

@@ -417,8 +417,12 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("engine.activations='offload' has nothing to gain with cluster.device=cpu", "checkpoint or keep"),
     ),
     "offload the optimizer to where it is": (
-        "engine.offload_optimizer=true",
-        ("engine.offload_optimizer=true has nothing to gain with cluster.device=cpu", "expected false"),
+        "engine.offload=optimizer",
+        ("engine.offload='optimizer' has nothing to gain with cluster.device=cpu", "expected nothing"),
+    ),
+    "offload what a rank has a part of": (
+        "cluster.device=cuda engine.offload=optimizer_and_gradients cluster.pools.main=[2] actor.mesh.dp_shard=2",
+        ("engine.offload='optimizer_and_gradients' with actor.mesh.dp_shard=2", "expected optimizer, or actor.mesh"),
     ),
     "cluster: etcd where": ("cluster.rendezvous=etcd", ("cluster.rendezvous='etcd'", "URL of an etcd server")),
     "cluster: labels": ("cluster.labels=[west]", ("cluster.labels", "such as {zone: west}")),

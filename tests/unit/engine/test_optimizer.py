@@ -1,11 +1,17 @@
+import functools
 import math
 
 import pytest
 import torch
+from ranks import make_actor_batch
+from tiny_models import make_tiny_model
 from torch import nn
 
 from rallypoint.config import OptimizerConfig
-from rallypoint.engine import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from rallypoint.engine import TrainingEngine, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from rallypoint.engine.forward import policy_outputs
+from rallypoint.model_files import load_policy
+from rallypoint.types import Metrics
 
 
 def rates(num_steps, **config):
@@ -43,10 +49,10 @@ def weights_of(model):
     return dict(model.named_parameters())
 
 
-def make(dtype=torch.float32, lr=0.1, *, offloads=False, **config):
+def make(dtype=torch.float32, lr=0.1, *, offload="nothing", **config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).to(dtype)
-    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config), eps=1e-8, offloads=offloads)
+    return model, make_optimizer(weights_of(model), OptimizerConfig(lr=lr, **config), eps=1e-8, offload=offload)
 
 
 def backward(model, seed):
@@ -54,9 +60,10 @@ def backward(model, seed):
     (model(inputs.to(model[0].weight.dtype)) ** 3).sum().backward()
 
 
-def step(model, optimizer, seed):
+def step(model, optimizer, seed, num_passes=1):
     optimizer.zero_grad()
-    backward(model, seed)
+    for number in range(num_passes):
+        backward(model, 10 * number + seed)
     optimizer.step()
 
 
@@ -184,18 +191,24 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(damage, messa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer_and_gradients"])
 @pytest.mark.parametrize("part_bytes", [1, 60, 2**28])
-def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_alike(monkeypatch, dtype, part_bytes):
+def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_alike(
+    monkeypatch, dtype, part_bytes, offload
+):
+    monkeypatch.setattr("rallypoint.engine.optimizer._SUMMED_BYTES", part_bytes)
     monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", part_bytes)
     (kept, kept_optimizer), (model, optimizer) = (
         make(dtype, weight_decay=0.1),
-        make(dtype, weight_decay=0.1, offloads=True),
+        make(dtype, weight_decay=0.1, offload=offload),
     )
     for seed in range(3):
-        step(kept, kept_optimizer, seed)
-        step(model, optimizer, seed)
+        step(kept, kept_optimizer, seed, num_passes=3)
+        step(model, optimizer, seed, num_passes=3)
         assert all(map(torch.equal, kept.parameters(), model.parameters()))
         assert not optimizer.tensors
+        if offload == "optimizer_and_gradients":
+            assert all(one.grad is None for one in (*optimizer.masters, *model.parameters()))
         assert not any(weight.untyped_storage().nbytes() for weight in optimizer._masters.values())
     expected = optimizer_tensors(weights_of(kept), kept_optimizer)
     saved = {name: tensor.clone() for name, tensor in optimizer_tensors(weights_of(model), optimizer).items()}
@@ -205,7 +218,7 @@ def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_ali
         [optimizer.master(weight) for weight in model.parameters() if (weight.dim() >= 2) == matrices]
         for matrices in (True, False)
     ]
-    other, other_optimizer = make(dtype, weight_decay=0.1, offloads=True)
+    other, other_optimizer = make(dtype, weight_decay=0.1, offload=offload)
     step(other, other_optimizer, 9)
     with torch.no_grad():
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
@@ -219,3 +232,27 @@ def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_ali
         torch.equal(other_optimizer.values_of(one), one.to(other_optimizer.values_of(one)))
         for one in other.parameters()
     )
+
+
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
+def test_offloaded_gradients_are_summed_and_clipped_over_ranks_as_others_are(on_mesh, monkeypatch, tmp_path, sizes):
+    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", 2**12)
+    folder, batch = make_tiny_model(tmp_path / "model"), make_actor_batch()
+
+    def trained(offload, mesh):
+        shard = load_policy(folder, dtype="float32", mesh=mesh)
+        optimizer = OptimizerConfig(max_grad_norm=0.01)
+        engine = TrainingEngine(shard, optimizer=optimizer, max_tokens_per_micro_batch=48, offload=offload)
+        rows = batch.rows([mesh.rank, mesh.rank + 2] if mesh.sizes["dp_replicate"] > 1 else [0, 1, 2, 3])
+
+        def loss(part, at):
+            return policy_outputs(shard, part, at, 1.0).logprobs.sum(), Metrics()
+
+        steps = [engine.train(rows, loss, denominator=100.0, step=step, num_steps=2) for step in (1, 2)]
+        return [step["grad_norm"].scalar for step in steps], dict(engine.weights)
+
+    ways = ("optimizer", "optimizer_and_gradients")
+    for kept, offloaded in zip(*(on_mesh(functools.partial(trained, way), **sizes) for way in ways), strict=True):
+        assert kept[0] == offloaded[0]
+        assert min(kept[0]) > 0.01
+        assert all(torch.equal(kept[1][name], offloaded[1][name]) for name in kept[1])

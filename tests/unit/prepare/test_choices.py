@@ -89,7 +89,7 @@ def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
     def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
         places = {"cluster.pools", "cluster.num_cpus_per_process", "cluster.object_store_gib"}
         shards = {f"{section}.mesh.dp_shard" for section in ("actor", "critic", "reference", "reward", "teacher")}
-        engines = {"engine.activations", "engine.offload_optimizer", "rollout.engine"}
+        engines = {"engine.activations", "engine.offload", "rollout.engine"}
         assert set(left_open) == {"model.dtype", *engines, *places, *shards}
         return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
 
@@ -170,10 +170,11 @@ def test_an_optimizers_state_lies_in_cpu_memory_where_nothing_else_makes_room(he
     def chosen(gib: float, *more: str) -> dict[str, object]:
         return over_devices("recipe=grpo", "kl=null", "rollout.cache_tokens=4096", *more, nodes=(1,), gib=gib)
 
-    pools, offloads = {"cluster.pools": {"main": (1,)}}, {"engine.offload_optimizer": True}
-    assert [chosen(gib) for gib in (16, 6, 1)] == [pools, {**pools, **offloads}, pools]
-    assert chosen(6, "engine.offload_optimizer=false") == pools
-    assert "engine.offload_optimizer" not in chosen(6, "model.lora={}"), "an adapter has little"
+    pools = {"cluster.pools": {"main": (1,)}}
+    ways = [{}, {"engine.offload": "optimizer"}, {"engine.offload": "optimizer_and_gradients"}, {}]
+    assert [chosen(gib) for gib in (16, 6, 3, 1)] == [{**pools, **way} for way in ways]
+    assert chosen(6, "engine.offload=nothing") == pools
+    assert "engine.offload" not in chosen(6, "model.lora={}"), "an adapter has little"
 
 
 def test_ranks_of_one_node_share_a_model_before_those_of_all(here: Path):

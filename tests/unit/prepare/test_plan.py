@@ -257,12 +257,12 @@ def test_checkpoints_of_layers_keep_their_inputs_and_offloaded_ones_hardly_those
 
 def test_an_offloaded_optimizer_is_on_the_device_in_parts_when_activations_are_gone(here: Path):
     keys = ("model.create=null", "model.path=Qwen/Qwen3-0.6B", "cluster.device=cuda", "model.dtype=bfloat16")
-    kept, offloaded = (make_plan(load(*keys, *more)).memory[0] for more in ((), ("engine.offload_optimizer=true",)))
+    kept, offloaded = (make_plan(load(*keys, *more)).memory[0] for more in ((), ("engine.offload=optimizer",)))
     assert kept.optimizer == 3 * 4 * 596_049_920
     assert offloaded.optimizer == 0
     assert offloaded.activations == max(kept.activations, 3 * 4 * 151_936 * 1024), "the embedding is the largest part"
     few = ("engine.max_tokens_per_micro_batch=64", "cluster.pools={main: [1]}")
-    assert make_plan(load(*keys, "engine.offload_optimizer=true", *few)).memory[0].activations == 3 * 4 * 151_936 * 1024
+    assert make_plan(load(*keys, "engine.offload=optimizer", *few)).memory[0].activations == 3 * 4 * 151_936 * 1024
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

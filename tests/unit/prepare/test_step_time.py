@@ -18,7 +18,7 @@ from rallypoint.prepare.step_time import StepTime, step_time
 
 MEASURED = ("model.path=Qwen/Qwen3-0.6B", "cluster={device: cuda, pools: {main: [1]}}", "engine.activations=keep")
 
-OFFLOADED = "engine.offload_optimizer=true"
+OFFLOADED = "engine.offload=optimizer"
 
 
 def planned(*overrides: str, name: str = "gsm8k-grpo", on: str = "H200") -> StepTime:

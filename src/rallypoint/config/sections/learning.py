@@ -10,6 +10,7 @@ from rallypoint.config.fields import Section, key, section
 from rallypoint.config.sections.places import MeshConfig, PlacementConfig
 
 Activations = Literal["keep", "checkpoint", "offload"]
+Offload = Literal["nothing", "optimizer", "optimizer_and_gradients"]
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 Decay = Annotated[float, Field(ge=0, le=0.99999)]
 
@@ -203,11 +204,11 @@ class EngineConfig(Section):
         automatic=True,
         help="What layers keep for the backward pass: all, inputs, or those in CPU memory; null: what has room.",
     )
-    offload_optimizer: bool = key(
-        False,
+    offload: Offload = key(
+        "nothing",
         automatic=True,
         hidden=True,
-        help="Keep masters and moments of the optimizer in CPU memory between steps; null: where nothing else helps.",
+        help="What waits in CPU memory between steps of the optimizer; null: what has no room otherwise.",
     )
     deterministic: bool = key(
         True,

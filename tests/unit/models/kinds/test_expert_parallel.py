@@ -145,7 +145,7 @@ def test_adapters_of_latent_attention_have_the_gradients_of_one_rank(on_mesh, tm
             batch, lambda rows, at: (policy_outputs(shard, rows, at, 1.0).logprobs.sum(), Metrics()), denominator=100.0
         )
         trained = {name: weight for name, weight in engine.weights.items() if weight.requires_grad}
-        engine._sharding.reduce_and_clip(trained, 1e9)
+        engine._sharding.reduce_and_clip(lambda: [trained], 1e9)
         return dict(gather({name: weight.grad for name, weight in trained.items()}, shard.parts, mesh))
 
     expected, (found, _) = gradients(DeviceMesh.solo()), on_mesh(gradients, tp=2)

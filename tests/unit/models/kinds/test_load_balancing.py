@@ -75,7 +75,7 @@ def by_engine(folder, mesh, part, max_tokens=48, activations="checkpoint"):
     balancing = LoadBalancing(shard.model.base_model, COEF, mesh)
     with balancing.over(lambda: engine.evaluate(part, route)) as loss:
         engine.accumulate(part, nothing, denominator=1.0)
-    engine._sharding.reduce_and_clip(engine.weights, 1e9)
+    engine._sharding.reduce_and_clip(lambda: [engine.weights], 1e9)
     found = {name: weight.grad for name, weight in engine.weights.items()}
     return float(loss), dict(gather(found, shard.parts, mesh))
 

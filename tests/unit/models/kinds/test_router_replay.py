@@ -111,7 +111,7 @@ def gradients(folder, mesh, part, activations="checkpoint"):
         part, lambda rows, at: (policy_outputs(shard, rows, at, 1.0).logprobs.sum(), Metrics()), denominator=100.0
     )
     # As the optimizer sees them.
-    engine._sharding.reduce_and_clip(engine.weights, 1e9)
+    engine._sharding.reduce_and_clip(lambda: [engine.weights], 1e9)
     found = {name: weight.grad for name, weight in engine.weights.items()}
     logprobs = engine.evaluate(part, lambda rows, at: policy_outputs(shard, rows, at, 1.0).logprobs)
     return dict(gather(found, shard.parts, mesh)), logprobs.values
