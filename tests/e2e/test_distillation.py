@@ -111,9 +111,9 @@ def test_rewards_and_teacher_are_streams_with_a_mean_each(runs, taught):
         "    return float(solution_str.startswith(ground_truth))\n"
     )
     reward = (f"reward.function={taught}/rewards.py:compute_score", "reward.num_processes=1")
-    mixed = runs("mixed", *reward, "teacher.reward_coef=0.5", "trainer.num_steps=12")
+    mixed = runs("mixed", *reward, "teacher.reward_coef=0.5", "trainer.num_steps=6")
     assert column(mixed, "actor/teacher_kl")[-1] < column(mixed, "actor/teacher_kl")[0]
-    assert len(column(mixed, "actor/policy_loss")) == 12
+    assert len(column(mixed, "actor/policy_loss")) == 6
     with pytest.raises(ValueError, match=r"reward.function: required"):
         load_checked(str(taught / "student.yaml"), ["teacher.reward_coef=0.5"])
 
@@ -131,8 +131,11 @@ def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh, how):
         assert column(split, name) == pytest.approx(column(alone, name), rel=1e-3), name
 
 
+# Both losses on Ray's ranks, and `tp` with adapters below, are always compared.
 @pytest.mark.parametrize(
-    ("runtime", "mesh"), [("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")], ids=["tp", "ray, shard, adapters"]
+    ("runtime", "mesh"),
+    [pytest.param("inline", "{tp: 2}", marks=pytest.mark.slow), ("ray", "{dp_shard: 2}")],
+    ids=["tp", "ray, shard, adapters"],
 )
 def test_a_student_takes_the_same_steps_on_other_meshes(runs, runtime, mesh):
     how = ("teacher.loss=mixed", "teacher.top_k=4", "trainer.num_steps=2", "rollout.num_prompts=9")

@@ -46,7 +46,8 @@ def of_six_steps(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("six")).run("whole", *LONG, *INLINE)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "ray"])
+# In one process: killed at other moments below, and between two checkpoints of adapters in test_lora.py.
+@pytest.mark.parametrize("runtime", [pytest.param("inline", marks=pytest.mark.slow), "ray"])
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_weights(runs, weights_of, of_six_steps, runtime):
     where = INLINE if runtime == "inline" else ("cluster.runtime=ray", "cluster.pools={main: [2]}")
     whole = of_six_steps if where == INLINE else runs.run("whole", *LONG, INLINE[0], where[1])

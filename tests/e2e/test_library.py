@@ -163,9 +163,9 @@ def test_a_tracker_hears_each_step_once_over_all_starts_of_a_run_and_how_each_en
 
 def test_in_a_running_event_loop_the_run_has_a_thread_and_the_same_bits(train):
     async def cell() -> rally.Run:
-        return train(name="in_a_loop")
+        return train(name="in_a_loop", num_steps=2)
 
-    assert weights(asyncio.run(cell())) == weights(train())
+    assert weights(asyncio.run(cell())) == weights(train(num_steps=2))
 
 
 def test_a_model_of_transformers_and_its_folder_train_to_the_same_bits(train, tmp_path):
