@@ -101,7 +101,7 @@ class Elsewhere(Mirror):
 
 def test_ranks_that_share_tokens_by_keys_and_values_wait_for_nothing_in_a_layer(pretend, tmp_path):
     counted = []
-    for num_layers in (2, 4):
+    for num_layers in (1, 2):
         folder = make_tiny_model(tmp_path / str(num_layers), num_layers=num_layers)
         mesh = dataclasses.replace(DeviceMesh.solo(), cp=Elsewhere(), tokens=Elsewhere(), replicas=Elsewhere())
         shard = ModelShard.whole(load_policy(folder, dtype="float32", device=DEVICE).model, mesh)
@@ -138,8 +138,8 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3")
     ),
 )
 def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(pretend, tmp_path, family, ranks, lora):
-    counted = []
-    for num_layers in (2, 4):
+    counted, first = [], 2 if family in ("glm4_moe", "deepseek_v3") else 1  # where the first of several has no experts
+    for num_layers in (first, first + 1):
         folder = make_tiny_model(
             tmp_path / str(num_layers), architecture=family, num_key_value_heads=4, num_layers=num_layers
         )
