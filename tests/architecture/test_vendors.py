@@ -18,6 +18,8 @@ EXCEPTIONS = {
     "engine/determinism.py": "torch asks one vendor's library by a variable of the environment",
     "install/engines.py": "for which device each build of an engine is",
     "prepare/checkup.py": "one vendor's driver must be new enough for what torch is built for, and it is asked",
+    "roles/server_ranks.py": "the variable by which processes see some devices of one vendor, as Ray sets it",
+    "generation/vllm/server.py": "likewise, for a server that sees those of several processes",
     "roles/colocated.py": "torch records the allocations of one kind of device",
     "prepare/inventory.py": "asks one vendor's driver which devices lie idle, where torch may be a build for CPUs",
     "prepare/machine.py": "says which key uses devices that lie idle, and that a described machine has some",
