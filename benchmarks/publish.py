@@ -3,7 +3,7 @@
     python benchmarks/publish.py                          # 1M, 50M and a model of 468 MiB, all ways
     python benchmarks/publish.py --models 50M --times 20
     python benchmarks/publish.py changes                  # how many bits of weights an update leaves as they are
-    python benchmarks/publish.py vllm --models 50M        # to a running vLLM server: from memory, and from a folder
+    python benchmarks/publish.py vllm --models 50M        # to a running vLLM server, by each way
 
 `copy` is `copy_` of every tensor into another model, in one process. `memory`, `broadcast` and `folder` publish from a
 process with the model to one or two with a model each; with `2 -> 1`, two processes hold half of the rows each.
@@ -25,11 +25,15 @@ import dataclasses
 import multiprocessing
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -275,7 +279,7 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 class Trainer:
     """An actor's rank and a rollout rank whose server is vLLM, in this process."""
 
-    rank, say, tick, is_open = 0, staticmethod(print), staticmethod(lambda: None), True
+    rank, device, say, tick, is_open = 0, "cpu", staticmethod(print), staticmethod(lambda: None), True
 
     def __init__(self, folder: Path, dtype: str, rendezvous: Rendezvous) -> None:
         self.shard, self.rendezvous = load_policy(str(folder), dtype=dtype), rendezvous
@@ -288,8 +292,8 @@ class Trainer:
     def close(self) -> None:
         """Nothing is open."""
 
-    def met(self, plan: TransferPlan, place: int) -> list[bytes]:
-        return same_node.met(self.rendezvous, plan, place)
+    def met(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
+        return same_node.met(self.rendezvous, plan, place, given_up=given_up)
 
     def exposed(self) -> Exposed | None:
         return self.memory and self.memory.exposed(self.held, self.shard.trained())
@@ -299,9 +303,38 @@ class Trainer:
         yield Sender(self.shard.trained())
 
 
+def connected(trainer: Trainer, replica: ServerReplica, stream: Stream) -> Callable[[int], object]:
+    """Connect a server, and return a function that publishes a version to it."""
+    process: Any = object()
+    plan = make_plan(stream, [trainer.held], [object() if stream.name == "broadcast" else process], [process])  # pyright: ignore[reportArgumentType]
+    if stream.name != "broadcast":
+        replica.connect(stream, plan)
+        return replica.receive
+    actor = ThreadPoolExecutor(1)
+    joining = actor.submit(join, stream.name, trainer.rendezvous, plan, 0, device="cpu")
+    replica.connect(stream, plan)
+
+    def publish(version: int) -> None:
+        sending = actor.submit(joining.result().run, version, Sender(trainer.shard.trained()), None, lambda: None)
+        replica.receive(version)
+        sending.result()
+
+    return publish
+
+
+def write_and_read(trainer: Trainer, replica: ServerReplica, below: Path, base: str, version: int) -> None:
+    """Publish by a folder."""
+    written = published_folder.write(trainer.shard, below, version, base=base)
+    replica.read(version, written)
+    published_folder.remove_others(written)
+
+
 def to_vllm(name: str, dtype: torch.dtype, times: int) -> dict[str, list[float]]:
-    """Return the seconds of every publish to a running server, in turns: from memory, and by a folder."""
-    seconds: dict[str, list[float]] = {"memory": [], "folder": []}
+    """Return the seconds of every publish to a running server, in turns.
+
+    They come from memory, broadcast by a thread that stands for the actor's process on another node, and from a folder.
+    """
+    seconds: dict[str, list[float]] = {"memory": [], "broadcast": [], "folder": []}
     with tempfile.TemporaryDirectory(dir=".") as work, open_rendezvous("memory", "vllm") as rendezvous:
         folder, word = Path(work) / "model", str(dtype).removeprefix("torch.")
         torch.manual_seed(0)
@@ -314,20 +347,15 @@ def to_vllm(name: str, dtype: torch.dtype, times: int) -> dict[str, list[float]]
         )  # fmt: skip
         with contextlib.closing(VllmConnection(lambda own: ServerProcess(launch, own))) as connection:
             engine = VLLMEngine(connection, outline, max_request_tokens=128, max_rows=4)
-            trainer, process = Trainer(folder, word, rendezvous), object()
+            trainer = Trainer(folder, word, rendezvous)
             replica = ServerReplica(trainer, trainer, engine, trainer)  # pyright: ignore[reportArgumentType]
-            stream = Stream("memory", "xxh3", 600.0, num_parts=1)
-            replica.connect(stream, make_plan(stream, [trainer.held], [process], [process]))  # pyright: ignore[reportArgumentType]
-            for version in range(1, 2 * times + 3):
-                way = "memory" if version % 2 else "folder"
+            for version, way in enumerate([*seconds] * (times + 1), 1):
+                publish = partial(write_and_read, trainer, replica, Path(work) / "published", name)
+                if way != "folder":
+                    publish = connected(trainer, replica, Stream(way, "xxh3", 600.0, num_parts=1))  # pyright: ignore[reportArgumentType]
                 began = time.perf_counter()
-                if way == "memory":
-                    replica.receive(version)
-                else:
-                    written = published_folder.write(trainer.shard, Path(work) / "published", version, base=name)
-                    replica.read(version, written)
-                    published_folder.remove_others(written)
-                if version > 2:  # the first ones touch all memory
+                publish(version)
+                if version > len(seconds):  # the first ones touch all memory
                     seconds[way].append(time.perf_counter() - began)
     return seconds
 

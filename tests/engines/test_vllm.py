@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rallypoint.models import named_weights, trained_weights
 from rallypoint.roles.connections import ServerReplica
 from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.types import Prompts, offsets_from_lengths
-from rallypoint.weights import Held, Sender, same_node, share_trained
+from rallypoint.weights import Held, Sender, join, same_node, share_trained
 from rallypoint.weights.published_folder import write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -248,23 +249,40 @@ def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, mod
 
 
 class Trainer:
-    """What a rollout rank whose server takes weights from memory finds in its process; all of it is here."""
+    """What a rollout rank with a server finds in its process, and, if `apart`, the actor's rank of another one."""
 
-    rank, say, tick, is_open = 0, staticmethod(print), staticmethod(lambda: None), True
+    rank, device, say, tick, is_open = 0, "cpu", staticmethod(print), staticmethod(lambda: None), True
 
-    def __init__(self, folder, rendezvous):
+    def __init__(self, folder, rendezvous, *, apart):
+        self.apart, self.other = apart, ThreadPoolExecutor(1)
         self.shard, self.rendezvous = load_policy(str(folder), dtype="float32"), rendezvous
         self.memory = share_trained(self.shard.model)
         self.held = {name: Held(tensor.dtype, self.shard.parts[name]) for name, tensor in self.shard.trained().items()}
 
     def open(self, stream, plan, place, exposed):
-        self.transport = same_node.join(self.rendezvous, plan, place, exposed=exposed)
+        self.transport = join(stream.name, self.rendezvous, plan, place, device="cpu", exposed=exposed)
+
+    def connect(self, replica, stream):
+        process = object()
+        plan = make_plan(stream, [self.held], [object() if self.apart else process], [process])
+        if self.apart:
+            joining = self.other.submit(join, stream.name, self.rendezvous, plan, 0, device="cpu")
+        replica.connect(stream, plan)
+        self.line = joining.result() if self.apart else None
+
+    def publish(self, replica, version):
+        if self.line is not None:
+            sending = self.other.submit(self.line.run, version, Sender(self.shard.trained()), None, self.tick)
+        digest = replica.receive(version)
+        if self.line is not None:
+            sending.result()
+        return digest
 
     def close(self):
         """Nothing is open."""
 
-    def met(self, plan, place):
-        return same_node.met(self.rendezvous, plan, place)
+    def met(self, plan, place, given_up):
+        return same_node.met(self.rendezvous, plan, place, given_up=given_up)
 
     def exposed(self):
         return self.memory.exposed(self.held, self.shard.trained())
@@ -274,21 +292,23 @@ class Trainer:
         yield Sender(self.shard.trained())
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_weights_come_from_memory_as_from_a_folder_and_a_server_that_lost_them_takes_the_folder(
-    start, servers, folder, prompts, tmp_path, num_devices
+@pytest.mark.parametrize(
+    ("way", "num_devices", "apart"),
+    [("memory", 1, False), ("memory", 2, False), ("broadcast", 1, False), ("broadcast", 2, True)],
+)
+def test_weights_that_are_sent_arrive_as_from_a_folder_and_a_server_that_lost_them_takes_the_folder(
+    start, servers, folder, prompts, tmp_path, way, num_devices, apart
 ):
     with start(None, num_devices=num_devices) as engine, open_rendezvous("memory", "vllm") as rendezvous:
-        trainer, process = Trainer(folder, rendezvous), object()
-        stream = Stream("memory", "xxh3", 600.0, num_parts=num_devices)
+        trainer = Trainer(folder, rendezvous, apart=apart)
         replica = ServerReplica(trainer, trainer, engine, trainer)
-        replica.connect(stream, make_plan(stream, [trainer.held], [process], [process]))
+        trainer.connect(replica, Stream(way, "xxh3", 600.0, num_parts=num_devices))
         for version in (5, 6, 7):
             with torch.no_grad():
                 for weight in trainer.shard.model.parameters():
                     weight.mul_(0.9)
             if version < 7:
-                assert replica.receive(version)
+                assert trainer.publish(replica, version)
             else:
                 os.killpg(servers[-1].pid, signal.SIGKILL)
                 number = engine.submit(Request(tokens=(3, 4), params=BASE))
@@ -370,12 +390,30 @@ TWO_DEVICES = (
 )  # fmt: skip
 TWO_RANKS = ("cluster.pools={main: [2]}", "actor.mesh.dp_shard=2", "rollout.mesh.tp=2")  # which share a server
 ADAPTED = ("model.lora={rank: 8, alpha: 32}",)
+RELAYED = ("rollout.weights=broadcast",)
+TWO_POOLS = ("cluster.pools={main: [1], sampling: [1]}", "rollout.placement.pool=sampling")
 
 
 @pytest.mark.parametrize(
     "kind",
-    [ONE_RANK, ONE_RANK + ADAPTED, TWO_DEVICES, TWO_DEVICES + ADAPTED, TWO_RANKS],
-    ids=["all weights", "adapters", "two devices", "adapters on two devices", "devices of two ranks"],
+    [
+        ONE_RANK,
+        ONE_RANK + ADAPTED,
+        TWO_DEVICES,
+        TWO_DEVICES + ADAPTED,
+        TWO_RANKS,
+        ONE_RANK + RELAYED,
+        TWO_POOLS + RELAYED,
+    ],
+    ids=[
+        "all weights",
+        "adapters",
+        "two devices",
+        "adapters on two devices",
+        "devices of two ranks",
+        "relayed, colocated",
+        "relayed",
+    ],
 )
 @pytest.mark.usefixtures("installed")
 def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsiders(tmp_path, kind):
@@ -396,6 +434,7 @@ def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsid
     assert all(record["rollout/failed"] == 0 for record in steps)
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"]
     assert [path.name for path in (tmp_path / "run" / "logs").glob("vllm-*.log")] == ["vllm-0.log"]
+    assert "from a folder" not in done.stdout + done.stderr
     assert caller.statuses[0] == 401
     assert set(caller.statuses[1:]) <= {200, 500, 503}
     assert len({version for choice in caller.choices for version in choice["versions"]}) > 1, caller.statuses

@@ -374,12 +374,11 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             f"(target_parameters={shown(lora.target_parameters)}); use rollout.engine=native"
             + ("" if lora.path else ", or model.lora.target_parameters=[]"),
         )
-    if config.rollout.weights == "broadcast" or (lora is not None and config.rollout.weights in ("memory", "ipc")):
-        what, near = ("weights", "memory or ipc on one node") if lora is None else ("adapters", "")
+    if lora is not None and config.rollout.weights not in ("auto", "folder"):
         yield Problem(
             ("rollout.weights", "rollout.engine"),
-            f"rollout.weights={config.rollout.weights!r}: with rollout.engine=vllm {what} take the way `folder`"
-            f"{', or ' + near if near else ''}; leave it at auto",
+            f"rollout.weights={config.rollout.weights!r}: with rollout.engine=vllm adapters take the way `folder`; "
+            "leave it at auto",
         )
     shape = shape_of(config)
     if shape is not None and config.cluster.device == "cpu" and shape.model_type in MIXTURES:

@@ -28,7 +28,7 @@ def transport_name(config: RunConfig, num_nodes: int | None = None) -> Transport
     if num_nodes is None:
         return None
     if num_nodes > 1:
-        return "folder" if has_server else "broadcast"
+        return "broadcast"
     return "memory" if config.cluster.device == "cpu" else "ipc"
 
 
@@ -36,8 +36,7 @@ def describe_transport(config: RunConfig, name: TransportName | None) -> str:
     """Return a transport in words; None is one that the placement will tell."""
     if name is None:
         near = "memory" if config.cluster.device == "cpu" else "ipc"
-        far = "folder" if config.rollout.engine == "vllm" else "broadcast"
-        return f"{near} on one node, {far} across nodes"
+        return f"{near} on one node, broadcast across nodes"
     words = {
         "shared": "rollouts are sampled from the actor's own",
         "memory": "shared by the processes of a node",

@@ -174,7 +174,7 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device | Cores) -> StepT
             if most:
                 title = memory.role if name == "rollout" else f"{memory.role} {name}"
                 found.append(Phase(title, memory.pool, least, most, max(bounds[1], key=bounds[1].__getitem__)))
-    name = transport_name(config) or ("folder" if config.rollout.engine == "vllm" else "broadcast")
+    name = transport_name(config) or "broadcast"
     if name != "shared" and plan.num_parameters is not None:
         seconds = plan.num_parameters * pace.size / pace.costs.links[name]
         found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, name))

@@ -7,22 +7,30 @@ when weights are published.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+
+import torch
 
 from rallypoint.cluster import WorkerContext
 from rallypoint.disk import Outage
-from rallypoint.errors import CheckpointError, PublishError, WeightsMismatchError, first_line
+from rallypoint.errors import CheckpointError, PublishError, RallyError, WeightsMismatchError, first_line
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.publishing import Stream
 from rallypoint.weights import Exposed, Receiver, TransferPlan, Transport, fingerprint, join, published_folder
-from rallypoint.weights.same_node import leave_out, met
+from rallypoint.weights.buffers import kinds_of_memory
+from rallypoint.weights.relay import Relay, relayed
+from rallypoint.weights.same_node import Outlet, leave_out, met, relay
 from rallypoint.weights.served import Invitation
+from rallypoint.weights.sockets import Listener
 
+_LOOK_EVERY_S = 1.0
+"""Seconds between two looks at whether the server is done; a cancelled call is noticed in between."""
 PUBLISHED = "published"
 """Folder within that of the run, for weights that are written."""
 
@@ -42,10 +50,10 @@ class StreamConnection:
         device = self._spec.config.cluster.device
         self._transport = join(stream.name, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
-    def met(self, plan: TransferPlan, place: int) -> list[bytes]:
+    def met(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
         """Meet the others for a process that cannot come itself; see `same_node.met`."""
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
-        return met(self._spec.rendezvous, plan, place)
+        return met(self._spec.rendezvous, plan, place, given_up=given_up)
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +144,7 @@ class ServerReplica:
     """Weights of a rollout rank whose model is in a server; see `Replica`.
 
     The server's workers are receivers of their own, which this process invites. If it has a rank of the actor, too, it
-    sends while they receive.
+    sends while they receive. Weights from other nodes it receives itself, and passes them on; see `weights.relay`.
     """
 
     shares_actor = False
@@ -146,6 +154,8 @@ class ServerReplica:
     ) -> None:
         """Take a server; see `ModelReplica`."""
         self._connection, self._context, self._server, self._actor = connection, context, server, actor
+        self._outlet: Outlet | None = None
+        """To the server's workers, if this process passes weights on."""
 
     def connect(self, stream: Stream, plan: TransferPlan) -> None:
         """Check that the weights are those of the server's model, and have its workers connect to those who send them.
@@ -155,28 +165,64 @@ class ServerReplica:
             PublishError: the workers cannot connect; those who wait for them are told.
         """
         plan.manifest.check(self._server.outline.weights)
-        self._connection.close()
-        place = plan.place_of_process(self._context.rank)
-        with self._together(lambda: self._invite(stream, plan)):
-            if place is not None:
+        self._leave()
+        self._plan, rank = plan, self._context.rank
+        if stream.name == "broadcast":
+            self._place: int | None = plan.place_of_receiver(rank)
+            assert stream.num_parts is not None, "the server has workers"
+            self._relay_to(relayed(plan, rank, stream.num_parts))
+            self._connection.open(stream, plan, self._place, None)
+            return
+        self._place, given_up = plan.place_of_process(rank), threading.Event()
+        with self._together(lambda: self._join(stream.name, plan, given_up), given_up):
+            if self._place is not None:
                 assert self._actor is not None, "the actor's rank of this process left its parts"
-                self._connection.open(stream, plan, place, self._actor.exposed())
+                self._connection.open(stream, plan, self._place, self._actor.exposed())
 
-    def _invite(self, stream: Stream, plan: TransferPlan) -> str:
-        """Meet the others for the server's workers, and have these join; those who wait are told if they cannot."""
+    def _join(self, way: str, plan: TransferPlan, given_up: threading.Event, own: Sequence[bytes] = ()) -> str:
+        """Have the server's workers connect; those who wait for them are told if they cannot.
+
+        Args:
+            way: see `Invitation`.
+            plan: whose receivers they are.
+            given_up: see `VllmConnection.join`.
+            own: addresses of members; empty if these are to be met.
+        """
         places, shapes = plan.places_of_receiver(self._context.rank), plan.manifest.shapes
         with contextlib.ExitStack() as unless_joined:
+            if own:
+                unless_joined.callback(leave_out, plan, places, own)
 
             def invite() -> str:
-                with ThreadPoolExecutor(len(places), thread_name_prefix="publish") as threads:
-                    addresses, *_ = threads.map(lambda place: self._connection.met(plan, place), places)
-                unless_joined.callback(leave_out, plan, places, addresses)
+                addresses = own
+                if not own:
+                    with ThreadPoolExecutor(len(places), thread_name_prefix="publish") as threads:
+                        addresses, *_ = threads.map(lambda place: self._connection.met(plan, place, given_up), places)
+                    unless_joined.callback(leave_out, plan, places, addresses)
                 pieces = {name: self._server.outline.sources(name, shape) for name, (_, shape) in shapes.items()}
-                return Invitation(stream.name, plan, places, addresses, pieces).text()
+                return Invitation(way, plan, places, addresses, pieces).text()
 
-            self._server.join(invite)
+            self._server.join(invite, given_up)
             unless_joined.pop_all()
         return ""
+
+    def _relay_to(self, own: TransferPlan) -> None:
+        """Have the server's workers connect to this process."""
+        given_up, device = threading.Event(), self._context.device
+        way = "memory" if device == "cpu" else "ipc"
+        at = torch.device(device) if device == "cpu" else torch.device(device, torch.accelerator.current_device_index())
+        with (
+            Listener() as listener,
+            self._together(lambda: self._join(way, own, given_up, [listener.address]), given_up),
+        ):
+            self._outlet = relay(own, listener, kinds_of_memory(way, at))
+
+    def _leave(self) -> None:
+        """Close all connections, so that those who wait for this process or its server stop waiting."""
+        self._connection.close()
+        if self._outlet is not None:
+            self._outlet.close()
+            self._outlet = None
 
     def read(self, version: int, published: Path) -> str | None:
         """See `Replica`."""
@@ -184,27 +230,59 @@ class ServerReplica:
         return published_folder.digest_of(published)
 
     def receive(self, version: int) -> str | None:
-        """See `Replica`."""
-        with self._together(lambda: self._server.receive(version)) as received:
-            if self._connection.is_open:
-                assert self._actor is not None, "it sends what the actor's rank of this process left"
-                with self._actor.open_source() as source:
-                    self._connection.transport.run(version, source, None, self._context.tick)
+        """See `Replica`; a relay goes on without its server, for the other ranks."""
+        given_up, sink = threading.Event(), None
+        if self._outlet is not None:
+            sink = Relay(self._plan.manifest, version, self._outlet)
+        together = self._together(lambda: self._server.receive(version, given_up), given_up, is_cause=sink is None)
+        with together as received, contextlib.ExitStack() as open_sources:
+            if self._place is not None:
+                source = None
+                if self._plan.members[self._place].sender is not None:
+                    assert self._actor is not None, "it sends what the actor's rank of this process left"
+                    source = open_sources.enter_context(self._actor.open_source())
+                self._connection.transport.run(version, source, sink, self._context.tick)
+            if sink is not None:
+                sink.finish()
+                if isinstance(sink.problem, PublishError):
+                    given_up.set()  # a silent server will not answer either
+                    raise sink.problem
+        if sink is not None and sink.problem is not None:
+            raise sink.problem
         return received.result()
 
     @contextlib.contextmanager
-    def _together(self, do: Callable[[], str]) -> Iterator[Future[str]]:
-        """Do something with the server while the block does this process's part; of two errors, raise the server's.
+    def _together(
+        self, do: Callable[[], str], given_up: threading.Event, *, is_cause: bool = True
+    ) -> Iterator[Future[str]]:
+        """Do something with the server while the block does this process's part.
+
+        If this call is cancelled, what either waits for ends soon.
+
+        Args:
+            do: called in another thread.
+            given_up: ends it.
+            is_cause: whether of two errors the server's is raised, not that of the block.
 
         Raises:
             PublishError, WeightsMismatchError: the server's, which the run says: it gets a folder instead.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="publish") as thread:
+        ours: RallyError | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="publish") as thread, contextlib.ExitStack() as unless_ended:
+            unless_ended.callback(given_up.set)
+            unless_ended.callback(self._leave)
             done = thread.submit(do)
             try:
-                with contextlib.ExitStack() as in_any_case:
-                    in_any_case.callback(done.result)
-                    yield done
-            except (PublishError, WeightsMismatchError) as error:
-                self._context.say(f"{first_line(error)}; the server gets them from a folder")
-                raise
+                yield done
+            except RallyError as error:
+                ours = error
+                self._leave()
+            while wait([done], _LOOK_EVERY_S).not_done:
+                self._context.tick()
+            unless_ended.pop_all()
+        theirs = done.exception()
+        error = ours if theirs is None or (ours is not None and not is_cause) else theirs
+        if isinstance(error, PublishError | WeightsMismatchError):
+            self._context.say(f"{first_line(error)}; the server gets them from a folder")
+        if error is not None:
+            raise error

@@ -304,7 +304,8 @@ def make_plan(
 ) -> TransferPlan:
     """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
-    Where rollout ranks have servers, the workers of these are the receivers; ranks that share one may still send.
+    Where rollout ranks have servers, the workers of these are the receivers, or, of what is broadcast, the processes of
+    these ranks, which pass it on; ranks that share a server may still send.
 
     Args:
         stream: that they take part in.
@@ -321,9 +322,13 @@ def make_plan(
     processes = dict.fromkeys([*senders, *takers])
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
     if stream.num_parts is not None:
-        members = tuple(member for member in members if member.sender is not None)
         with_server = range(0, len(rollout), stream.num_sharing)
-        members += tuple(Participant(None, rank, part) for rank in with_server for part in range(stream.num_parts))
+        is_relayed = stream.name == "broadcast"  # by the process of each rank with a server
+        members = tuple(
+            one for one in members if one.sender is not None or (is_relayed and one.receiver in with_server)
+        )
+        num_parts = 0 if is_relayed else stream.num_parts
+        members += tuple(Participant(None, rank, part) for rank in with_server for part in range(num_parts))
     meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
     return TransferPlan(meeting, members, manifest, stream.timeout_s)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,18 @@ class Sender:
         if self._staged is None:
             self._staged = torch.empty_like(memory, device=device)
         return self._staged
+
+
+class Sink(Protocol):
+    """What the buckets of one version are handed to, in order."""
+
+    def take(self, index: int, source: Sender) -> None:
+        """Take a bucket of this process's own, straight from the weights."""
+        ...
+
+    def unpack(self, index: int, memory: Tensor, in_place: Runs | None = None) -> None:
+        """Take a bucket that arrived; see `Receiver.unpack`."""
+        ...
 
 
 class Receiver:

@@ -30,6 +30,9 @@ CHECKSUMS_START, CHECKSUM_BYTES = 16, 16
 BUCKET_BYTES = 2**20 + HEADER_BYTES
 """Default size of a bucket; the transports have sizes of their own."""
 
+RELAY = -1
+"""Stands for the sender where one process passes the buckets of all senders on."""
+
 Checksum: TypeAlias = Literal["xxh3", "sums"]
 """`xxh3_128` of bytes, the fastest on a host, or `checksums.sums`, which accelerators can compute."""
 
@@ -97,7 +100,7 @@ class Bucket:
     """Rectangles that travel together."""
 
     sender: int
-    """Rank of the actor that sends it."""
+    """Rank of the actor that sends it, or `RELAY`."""
     rectangles: tuple[Rectangle, ...]
 
     @property
@@ -158,6 +161,10 @@ class Manifest:
         turns = itertools.zip_longest(*streams)
         buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
         return cls(shapes, buckets, bucket_bytes, checksum, tuple(ranks))
+
+    def relayed(self) -> Manifest:
+        """Return the same buckets, which one process passes on."""
+        return dataclasses.replace(self, buckets=tuple(Bucket(RELAY, bucket.rectangles) for bucket in self.buckets))
 
     def check(self, into: Mapping[str, Tensor]) -> None:
         """Refuse a model that has other weights.

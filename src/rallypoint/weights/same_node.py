@@ -20,13 +20,14 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Event
 
 from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PeerFailedError, WeightsMismatchError
 from rallypoint.weights.buffers import Buffers, HostMemory
-from rallypoint.weights.endpoints import Receiver, Runs, Sender, seal
+from rallypoint.weights.endpoints import Runs, Sender, Sink, seal
 from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.manifest import HEADER_BYTES, Manifest
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
@@ -129,7 +130,7 @@ class SameNodeTransport:
         self._plan, self._outlet, self._inlets = plan, outlet, inlets
         self._rank = plan.members[place].sender
 
-    def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
+    def run(self, version: int, source: Sender | None, sink: Sink | None, tick: Callable[[], None]) -> None:
         """See `Transport.run`; a member that sends and receives has a thread for each."""
         with contextlib.ExitStack() as unless_done:
             unless_done.callback(self.close)
@@ -146,7 +147,7 @@ class SameNodeTransport:
         for end in (*self._inlets.values(), *([self._outlet] if self._outlet else [])):
             end.close()
 
-    def _do_both(self, version: int, source: Sender, sink: Receiver, tick: Callable[[], None]) -> None:
+    def _do_both(self, version: int, source: Sender, sink: Sink, tick: Callable[[], None]) -> None:
         with ThreadPoolExecutor(2, thread_name_prefix="publish") as threads, contextlib.ExitStack() as unless_done:
             unless_done.callback(self.close)  # which ends the other thread
             doing = threads.submit(self._send, version, source, tick), threads.submit(self._receive, sink, source, tick)
@@ -171,11 +172,11 @@ class SameNodeTransport:
                 tick()
         self._outlet.settle()
 
-    def _receive(self, sink: Receiver, source: Sender | None, tick: Callable[[], None]) -> None:
+    def _receive(self, sink: Sink, source: Sender | None, tick: Callable[[], None]) -> None:
         for _ in self.received(sink, source):
             tick()
 
-    def received(self, sink: Receiver, source: Sender | None = None) -> Iterator[None]:
+    def received(self, sink: Sink, source: Sender | None = None) -> Iterator[None]:
         """Hand every bucket to the sink; after each, whoever asks for the next may do something with it."""
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if source is not None and bucket.sender == self._rank:
@@ -221,7 +222,9 @@ def join(
     return SameNodeTransport(plan, place, outlet, inlets)
 
 
-def met(rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes = b"") -> list[bytes]:
+def met(
+    rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes = b"", given_up: Event | None = None
+) -> list[bytes]:
     """Meet the other members, and return where each of them listens, by place.
 
     The rendezvous is left at once: from here on, the sockets tell who is there.
@@ -231,6 +234,7 @@ def met(rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes =
         plan: the members.
         place: index of this member, or of a process that cannot come itself: see `join_as_receiver`.
         address: where it listens; empty if it only receives.
+        given_up: set by another thread to end the wait soon.
 
     Raises:
         PublishError: some members did not come; they are named.
@@ -239,7 +243,7 @@ def met(rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes =
     with (
         naming_absentees(plan),
         rendezvous.join(
-            plan.name, rank=place, world_size=size, payload=address, timeout_s=plan.timeout_s
+            plan.name, rank=place, world_size=size, payload=address, timeout_s=plan.timeout_s, given_up=given_up
         ) as membership,
     ):
         return [member.payload for member in membership.members]
@@ -261,6 +265,23 @@ def join_as_receiver(
         _, inlets = _Handshake(plan, place, senders, ()).agree(buffers, None)
         unless_joined.pop_all()
     return SameNodeTransport(plan, place, None, inlets)
+
+
+def relay(plan: TransferPlan, listener: Listener, buffers: Sequence[Buffers]) -> Outlet:
+    """Join as the only sender, the first member, without a rendezvous: receivers are told where it listens.
+
+    Raises:
+        PublishError, PeerFailedError: some receivers did not come; they are named.
+    """
+    with contextlib.ExitStack() as unless_joined:
+        names = [member.name for member in plan.members]
+        receivers = listener.accept(names, plan.receivers, plan.timeout_s)
+        for receiver in receivers:
+            unless_joined.callback(receiver.close)
+        outlet, _ = _Handshake(plan, 0, {}, receivers).agree(buffers, None)
+        assert outlet is not None, "it has receivers"
+        unless_joined.pop_all()
+    return outlet
 
 
 def leave_out(plan: TransferPlan, places: Sequence[int], addresses: Sequence[bytes]) -> None:

@@ -20,7 +20,7 @@ from rallypoint.model_files.pieces import Piece, stored_tensors
 from rallypoint.models.part import Part
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.endpoints import Receiver, Runs
-from rallypoint.weights.manifest import CHECKSUM_BYTES, CHECKSUMS_START, Held, Manifest
+from rallypoint.weights.manifest import CHECKSUM_BYTES, CHECKSUMS_START, RELAY, Held, Manifest
 from rallypoint.weights.same_node import SameNodeTransport, join_as_receiver
 from rallypoint.weights.transfer import Participant, TransferPlan
 
@@ -75,6 +75,8 @@ class Invitation:
         ]
         manifest = Manifest.of(ranks, bucket_bytes=told["bucket_bytes"], checksum=told["checksum"])
         members = tuple(Participant(*member) for member in told["members"])
+        if any(member.sender == RELAY for member in members):
+            manifest = manifest.relayed()
         pieces = {
             name: [Piece(tensor, _part(*part), _part(*stored)) for tensor, part, stored in found]
             for name, found in told["pieces"].items()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from rallypoint.errors import PublishError, RendezvousTimeoutError
-from rallypoint.weights.manifest import Manifest
+from rallypoint.weights.manifest import RELAY, Manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Participant:
     """
 
     sender: int | None
-    """Rank of the actor whose buckets it sends, if any."""
+    """Rank of the actor whose buckets it sends, if any; `RELAY` if it passes on what all of them send."""
     receiver: int | None
     """Rank of the rollout role whose model it fills, if any."""
     part: int | None = None
@@ -33,7 +33,7 @@ class Participant:
         """Name for error messages."""
         if self.part is not None:
             return f"part {self.part} of rollout rank {self.receiver}'s server"
-        roles = [("actor", self.sender), ("rollout", self.receiver)]
+        roles = [("actor", None if self.sender == RELAY else self.sender), ("rollout", self.receiver)]
         return " and ".join(f"{role} rank {rank}" for role, rank in roles if rank is not None)
 
 

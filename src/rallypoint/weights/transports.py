@@ -17,7 +17,7 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device, Group, meet
 from rallypoint.weights import same_node
 from rallypoint.weights.buffers import kinds_of_memory
-from rallypoint.weights.endpoints import Receiver, Sender
+from rallypoint.weights.endpoints import Sender, Sink
 from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
@@ -30,7 +30,7 @@ DEVICE_BROADCAST_BYTES = 64 * 2**20
 class Transport(Protocol):
     """One member's end of a transfer."""
 
-    def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
+    def run(self, version: int, source: Sender | None, sink: Sink | None, tick: Callable[[], None]) -> None:
         """Publish one version: send this member's buckets, and hand every bucket to the sink.
 
         Args:
@@ -60,7 +60,7 @@ class BroadcastTransport:
         self._plan, self._rank, self._group = plan, plan.members[place].sender, group
         self._memory = [torch.empty(plan.manifest.bucket_bytes, dtype=torch.uint8, device=group.device) for _ in "ab"]
 
-    def run(self, version: int, source: Sender | None, sink: Receiver | None, tick: Callable[[], None]) -> None:
+    def run(self, version: int, source: Sender | None, sink: Sink | None, tick: Callable[[], None]) -> None:
         """See `Transport.run`; an error ends the process group."""
         buckets = self._plan.manifest.buckets
         with contextlib.ExitStack() as unless_done, self._group.watched():

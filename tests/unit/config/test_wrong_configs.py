@@ -211,13 +211,9 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         ("heads are 16 wide, and vLLM on processors knows 32, 64", "model.create.num_heads=2"),
     ),
     "fit: vllm and wide adapters": ("rollout.engine=vllm model.lora.rank=513", ("rank=513", "at most 512")),
-    "fit: vllm and the way of weights": (
-        "rollout.engine=vllm rollout.weights=broadcast",
-        ("rollout.weights='broadcast'", "weights take the way `folder`, or memory or ipc on one node"),
-    ),
     "fit: vllm and the way of adapters": (
-        "rollout.engine=vllm model.lora.rank=8 rollout.weights=memory",
-        ("rollout.weights='memory'", "adapters take the way `folder`; leave it at auto"),
+        "rollout.engine=vllm model.lora.rank=8 rollout.weights=broadcast",
+        ("rollout.weights='broadcast'", "adapters take the way `folder`; leave it at auto"),
     ),
     "fit: 8 bits and another engine": (
         "rollout.quantization=fp8",

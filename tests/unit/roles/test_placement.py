@@ -108,8 +108,9 @@ def test_weights_take_a_way_that_fits_where_the_roles_are(host_on):
         ((*split, "cluster.device=cuda"), (here, here), "ipc"),
         ((*split, "rollout.weights=folder"), (here, here), "folder"),
         (("rollout.engine=vllm",), (here, here), "memory"),
-        ((*split, "rollout.engine=vllm"), (here, there), "folder"),
+        ((*split, "rollout.engine=vllm"), (here, there), "broadcast"),
         (("rollout.engine=vllm", "model.lora={rank: 4}"), (here, here), "folder"),
+        ((*split, "rollout.engine=vllm", "model.lora={rank: 4}"), (here, there), "folder"),
     ):
         assert transport_between(load_config("digits", overrides).config, *nodes).name == way
     forced = load_config("digits", (*split, "rollout.weights=memory", "cluster.address=auto")).config

@@ -13,6 +13,7 @@ from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.weights import Held
+from rallypoint.weights.relay import relayed
 
 HELD = [{"a": Held(torch.float32, Part.whole([2, 3]))}]
 
@@ -107,6 +108,31 @@ def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
     ]
     assert [plan.places_of_receiver(rank) for rank in range(4)] == [(4, 5), (), (6, 7), ()]
     assert [plan.place_of_process(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_processes_pass_on_to_their_servers_what_is_broadcast():
+    one, other, third = object(), object(), object()
+    plan = make_plan(Stream("broadcast", "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    assert [member.name for member in plan.members] == ["actor rank 0 and rollout rank 0", "rollout rank 1"]
+    own = relayed(plan, 1, num_parts=2)
+    assert [member.name for member in own.members] == [
+        "rollout rank 1",
+        *(f"part {part} of rollout rank 1's server" for part in (0, 1)),
+    ]
+    assert own.receivers == (1, 2)
+    assert [bucket.rectangles for bucket in own.manifest.buckets] == [
+        bucket.rectangles for bucket in plan.manifest.buckets
+    ]
+
+
+def test_of_ranks_that_share_a_server_the_first_passes_on_and_others_send_what_they_have():
+    processes, held = [object() for _ in range(4)], [{f"w{rank}": HELD[0]["a"]} for rank in range(3)]
+    stream = Stream("broadcast", "xxh3", 10.0, num_parts=2, num_sharing=2)
+    apart = make_plan(stream, held, [object() for _ in range(3)], processes)
+    assert [(member.sender, member.receiver) for member in apart.members[3:]] == [(None, 0), (None, 2)]
+    plan = make_plan(stream, held, processes, processes)
+    assert [(member.sender, member.receiver) for member in plan.members] == [(0, 0), (1, 1), (2, 2)]
+    assert [plan.place_of_process(rank) for rank in range(4)] == [0, 1, 2, None]
 
 
 class Ranks:

@@ -35,6 +35,8 @@ from rallypoint.errors import (
 _LOG = logging.getLogger(__name__)
 _VOICE_EVERY_S = 30.0
 _SOON_S = 5.0
+_GIVEN_UP_S = 1.0
+"""Seconds between two looks at whether a wait was given up."""
 """Seconds that a transaction may wait for the next change."""
 _PATIENCE_LEASES = 2.0
 """Number of leases that a newcomer waits for the holder of its seat to prove dead."""
@@ -103,6 +105,7 @@ class Rendezvous:
         payload: bytes = b"",
         timeout_s: float,
         generation: int | None = None,
+        given_up: threading.Event | None = None,
     ) -> Membership:
         """Wait until all ranks have joined, and return every rank's payload.
 
@@ -115,6 +118,7 @@ class Rendezvous:
             generation: which attempt this is, counted from 1; a higher number than the last one fences off whoever is
                 left over from that. None takes part in the present attempt; when that one was complete and has lost
                 this rank, begins the next.
+            given_up: set by another thread to end the wait soon.
 
         Raises:
             RendezvousTimeoutError: some ranks did not come.
@@ -137,7 +141,7 @@ class Rendezvous:
             unless_joined.callback(_depart, self.rooms, name, member.incarnation)
             unless_joined.callback(renewal.close)
             room = self._seat(member, Room(name), world_size, generation, wait)
-            room = self._gather(member, room, wait)
+            room = self._gather(member, room, wait, given_up)
             unless_joined.pop_all()
         return Membership(name, room.generation, rank, room.seats, self.rooms, renewal)
 
@@ -169,7 +173,7 @@ class Rendezvous:
                 raise outcome
             room = self.rooms.wait(room.name, room.news, left_s)
 
-    def _gather(self, member: Member, room: Room, wait: Wait) -> Room:
+    def _gather(self, member: Member, room: Room, wait: Wait, given_up: threading.Event | None) -> Room:
         """Wait until the generation in which the member has a seat is complete."""
         while True:
             if member not in room.seats:
@@ -183,8 +187,11 @@ class Rendezvous:
             if wait.is_over:
                 room = self._give_up(member, room, wait)
                 continue
-            room = self.rooms.wait(room.name, room.news, wait.pause_s)
+            pause_s = wait.pause_s if given_up is None else min(wait.pause_s, _GIVEN_UP_S)
+            room = self.rooms.wait(room.name, room.news, pause_s)
             wait.look()
+            if given_up is not None and given_up.is_set():
+                wait.limit_s = wait.waited_s
             if not wait.is_over:
                 wait.say_if_due(_missing(room))
 

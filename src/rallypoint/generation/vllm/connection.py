@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rallypoint.errors import WeightsMismatchError
+from rallypoint.errors import PublishError, WeightsMismatchError
 from rallypoint.generation.vllm.server import OwnFolder, VllmServer
 from rallypoint.generation.vllm.supervisor import ServerSupervisor
 
@@ -133,21 +133,25 @@ class VllmConnection:
             self._call_if_it_sleeps("/sleep?level=1")
             self._weights = "kept"
 
-    def join(self, invite: Callable[[], str]) -> None:
+    def join(self, invite: Callable[[], str], given_up: threading.Event | None = None) -> None:
         """Have the server's workers connect to ranks that send weights; see `ServerSupervisor.join`, and `receive`.
 
         Args:
             invite: returns an invitation, once the server is ready: who sends waits for its workers from then on.
-        """
-        self._until_ready()
-        self.wait(self.run(self.supervisor.join(invite())))
+            given_up: set by another thread to end this soon.
 
-    def receive(self, version: int) -> str:
-        """Have them take over what these send now; return a digest of its checksums."""
+        Raises:
+            PublishError: it was given up; see `ServerSupervisor.join`, too.
+        """
+        self._until_ready(given_up)
+        self.wait(self.run(self.supervisor.join(invite())), given_up)
+
+    def receive(self, version: int, given_up: threading.Event | None = None) -> str:
+        """Have them take over what these send now; return a digest of its checksums. See `join`."""
         is_asleep = self._is_asleep and self._gives_memory
-        self._until_ready()
+        self._until_ready(given_up)
         self._wake_weights(is_asleep=is_asleep)
-        digest = self.wait(self.run(self.supervisor.receive(version, is_asleep=is_asleep)))
+        digest = self.wait(self.run(self.supervisor.receive(version, is_asleep=is_asleep)), given_up)
         self.version, self._weights, self._gets_weights = version, "here", is_asleep
         return digest
 
@@ -178,21 +182,30 @@ class VllmConnection:
         """Start work in the thread that talks to the server."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def wait(self, work: Future[ResultT]) -> ResultT:
-        """Return the result of such work, which has a deadline of its own."""
+    def wait(self, work: Future[ResultT], given_up: threading.Event | None = None) -> ResultT:
+        """Return the result of such work, which has a deadline of its own; once it is given up, cancel it."""
         while True:
             with contextlib.suppress(TimeoutError):
                 work.exception(1.0)
             if work.done():
                 return work.result()
             self._tick()
+            if given_up is not None and given_up.is_set():
+                work.cancel()
+                raise _given_up()
 
-    def _until_ready(self) -> None:
+    def _until_ready(self, given_up: threading.Event | None = None) -> None:
         while not self.is_ready():
             self._tick()
+            if given_up is not None and given_up.is_set():
+                raise _given_up()
 
     def _call_if_it_sleeps(self, path: str, *, restores: bool = False) -> None:
         """Make a call about memory, if the server can free any; see `ServerSupervisor.change_memory`."""
         if self._gives_memory:
             self._until_ready()
             self.wait(self.run(self.supervisor.change_memory(path, restores=restores)))
+
+
+def _given_up() -> PublishError:
+    return PublishError("publishing weights to vllm was given up")

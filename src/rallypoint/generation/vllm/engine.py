@@ -246,14 +246,14 @@ class VLLMEngine:
         self._interrupt_streams()
         self._connection.load(version, folder)
 
-    def join(self, invite: abc.Callable[[], str]) -> None:
+    def join(self, invite: abc.Callable[[], str], given_up: threading.Event | None = None) -> None:
         """Have the server's workers connect to ranks that send weights; see `VllmConnection.join`."""
-        self._connection.join(invite)
+        self._connection.join(invite, given_up)
 
-    def receive(self, version: int) -> str:
+    def receive(self, version: int, given_up: threading.Event | None = None) -> str:
         """Have them take over weights as they are sent; return a digest. See `ServerSupervisor.receive`."""
         self._interrupt_streams()
-        return self._connection.receive(version)
+        return self._connection.receive(version, given_up)
 
     @property
     def lacks_weights(self) -> bool:

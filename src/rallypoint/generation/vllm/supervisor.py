@@ -148,7 +148,7 @@ class ServerSupervisor:
         """Have the server take over weights that ranks send, as `load` does; return a digest of their checksums.
 
         Raises:
-            WeightsMismatchError: they did not arrive whole; the server is given up.
+            WeightsMismatchError: they did not arrive whole; the server is given up, as it is when this is cancelled.
             PublishError: the server was lost.
         """
         if (server := self._server) is None or server is not self._joined:
@@ -164,6 +164,9 @@ class ServerSupervisor:
             raise PublishError(f"vllm was lost while weights were sent to it: {error}") from error
         except WeightsMismatchError as error:
             self.give_up(str(error))
+            raise
+        except asyncio.CancelledError:
+            self.give_up(f"version {version} was given up while it was sent")
             raise
         return "-".join(sorted({str(result["digest"]) for result in results}))
 

@@ -39,6 +39,8 @@ class World:
     """Versions of the folders that servers were told to load."""
     refuse: str | None = None
     """What a worker says to weights instead of taking them."""
+    stalled: threading.Event | None = None
+    """Set when a worker that was told to receive weights never answers; None: it answers."""
     forgets: bool = False
     """Whether a worker that refuses has lost what it held."""
 
@@ -108,6 +110,9 @@ class FakeServer:
             elif path == "/v1/load_lora_adapter":
                 self.adapters.append(json.loads(body)["lora_name"])
                 self._answer(writer, 200, b"Success: added.")
+            elif self.world.stalled is not None and b"rallypoint_receive" in body:
+                self.world.stalled.set()
+                await asyncio.Event().wait()
             else:
                 self._answer(writer, 200, json.dumps(self._control(path, json.loads(body or b"null"))).encode())
             await writer.drain()

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -481,6 +483,21 @@ def test_weights_from_memory_that_did_not_arrive_whole_end_the_server(engine, wo
     world.refuse = "WeightsMismatchError: version 5 was not loaded: a.weight was damaged on its way"
     with pytest.raises(WeightsMismatchError, match=r"version 5 was not loaded by vllm: .*was damaged"):
         engine.receive(5)
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 5}))
+    engine.load_folder(5, tmp_path)
+    assert tokens_of(list(stream(engine, request_of(2))), 1) == expected_of(request_of(2))
+    assert (len(world.servers), world.servers[1].version) == (2, "5")
+
+
+def test_a_publish_that_is_given_up_ends_the_server_that_it_waits_for(engine, world, tmp_path):
+    engine.join(lambda: "an invitation")
+    world.stalled, given_up = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(engine.receive, 5, given_up)
+        assert world.stalled.wait(120)
+        given_up.set()
+        with pytest.raises(PublishError, match="publishing weights to vllm was given up"):
+            receiving.result()
     (tmp_path / "manifest.json").write_text(json.dumps({"version": 5}))
     engine.load_folder(5, tmp_path)
     assert tokens_of(list(stream(engine, request_of(2))), 1) == expected_of(request_of(2))
