@@ -7,6 +7,7 @@ when weights are published.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,6 +30,9 @@ from rallypoint.weights.same_node import Outlet, leave_out, met, relay
 from rallypoint.weights.served import Invitation
 from rallypoint.weights.sockets import Listener
 
+_GRACE_S = 20.0
+"""Seconds in which a server may load what was passed on to it, when another rank's failure has cancelled the call: a
+server that is ended in the middle of a version has to be started again."""
 _LOOK_EVERY_S = 1.0
 """Seconds between two looks at whether the server is done; a cancelled call is noticed in between."""
 PUBLISHED = "published"
@@ -170,8 +174,11 @@ class ServerReplica:
         if stream.name == "broadcast":
             self._place: int | None = plan.place_of_receiver(rank)
             assert stream.num_parts is not None, "the server has workers"
-            self._relay_to(relayed(plan, rank, stream.num_parts))
-            self._connection.open(stream, plan, self._place, None)
+            with contextlib.ExitStack() as unless_connected:
+                unless_connected.callback(self._leave)
+                self._relay_to(relayed(plan, rank, stream.num_parts), plan.timeout_s)
+                self._connection.open(stream, plan, self._place, None)
+                unless_connected.pop_all()
             return
         self._place, given_up = plan.place_of_process(rank), threading.Event()
         with self._together(lambda: self._join(stream.name, plan, given_up), given_up):
@@ -206,8 +213,8 @@ class ServerReplica:
             unless_joined.pop_all()
         return ""
 
-    def _relay_to(self, own: TransferPlan) -> None:
-        """Have the server's workers connect to this process."""
+    def _relay_to(self, own: TransferPlan, timeout_s: float) -> None:
+        """Have the server's workers connect to this process; the server may be started until then."""
         given_up, device = threading.Event(), self._context.device
         way = "memory" if device == "cpu" else "ipc"
         at = torch.device(device) if device == "cpu" else torch.device(device, torch.accelerator.current_device_index())
@@ -215,7 +222,12 @@ class ServerReplica:
             Listener() as listener,
             self._together(lambda: self._join(way, own, given_up, [listener.address]), given_up),
         ):
-            self._outlet = relay(own, listener, kinds_of_memory(way, at))
+            try:
+                self._outlet = relay(own, listener, kinds_of_memory(way, at), timeout_s)
+            except RallyError:
+                given_up.set()
+                listener.close()
+                raise
 
     def _leave(self) -> None:
         """Close all connections, so that those who wait for this process or its server stop waiting."""
@@ -234,7 +246,10 @@ class ServerReplica:
         given_up, sink = threading.Event(), None
         if self._outlet is not None:
             sink = Relay(self._plan.manifest, version, self._outlet)
-        together = self._together(lambda: self._server.receive(version, given_up), given_up, is_cause=sink is None)
+        is_direct = sink is None
+        grace_s = 0.0 if is_direct else _GRACE_S
+        receive = functools.partial(self._server.receive, version, given_up)
+        together = self._together(receive, given_up, is_cause=is_direct, grace_s=grace_s)
         with together as received, contextlib.ExitStack() as open_sources:
             if self._place is not None:
                 source = None
@@ -253,7 +268,7 @@ class ServerReplica:
 
     @contextlib.contextmanager
     def _together(
-        self, do: Callable[[], str], given_up: threading.Event, *, is_cause: bool = True
+        self, do: Callable[[], str], given_up: threading.Event, *, is_cause: bool = True, grace_s: float = 0.0
     ) -> Iterator[Future[str]]:
         """Do something with the server while the block does this process's part.
 
@@ -263,6 +278,7 @@ class ServerReplica:
             do: called in another thread.
             given_up: ends it.
             is_cause: whether of two errors the server's is raised, not that of the block.
+            grace_s: seconds that the server still has when the block has ended well before the call is cancelled.
 
         Raises:
             PublishError, WeightsMismatchError: the server's, which the run says: it gets a folder instead.
@@ -277,6 +293,7 @@ class ServerReplica:
             except RallyError as error:
                 ours = error
                 self._leave()
+            unless_ended.callback(wait, [done], grace_s if ours is None else 0.0)
             while wait([done], _LOOK_EVERY_S).not_done:
                 self._context.tick()
             unless_ended.pop_all()

@@ -284,7 +284,7 @@ class Rollouts:
             if not self._lacking or self.publisher is None or not self.publisher.is_published.is_set():
                 return
             version, written = self.publisher.version, await self.publisher.written("rollout")
-            if not self.publisher.is_published.is_set():  # an update may have come before it
+            if not self.publisher.is_published.is_set() or self.publisher.version != version:  # an update came first
                 return
             for rank in sorted(self._lacking):
                 sharing = self._group.mesh.sharing(rank)

@@ -96,15 +96,15 @@ def devices_of(ranks: Collective, own: str) -> tuple[str, ...]:
         own: names of those that this process sees.
 
     Raises:
-        PlacementError: one of them sees none, or several.
+        PlacementError: one of them sees none, or several, or two of them see the same.
     """
-    named = torch.tensor(list(own.encode().ljust(_MOST_NAME)), dtype=torch.uint8)
+    named = torch.tensor(list(own.encode()[:_MOST_NAME].ljust(_MOST_NAME)), dtype=torch.uint8)
     found = ranks.all_gather(named, [_MOST_NAME] * ranks.size)
     devices = tuple(bytes(one.tolist()).decode().strip() for one in found)
-    if not all(devices) or any("," in one for one in devices):
+    if not all(devices) or any("," in one for one in devices) or len(set(devices)) < len(devices):
         raise PlacementError(
             f"a vLLM server over {len(devices)} processes needs a device of each, but {_VISIBLE} is "
-            f"{', '.join(map(repr, devices))} in them; expected one in each, which Ray sets unless "
+            f"{', '.join(map(repr, devices))} in them; expected another one in each, which Ray sets unless "
             f"RAY_EXPERIMENTAL_NOSET_{_VISIBLE} is set"
         )
     return devices

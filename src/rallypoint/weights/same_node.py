@@ -267,15 +267,15 @@ def join_as_receiver(
     return SameNodeTransport(plan, place, None, inlets)
 
 
-def relay(plan: TransferPlan, listener: Listener, buffers: Sequence[Buffers]) -> Outlet:
-    """Join as the only sender, the first member, without a rendezvous: receivers are told where it listens.
+def relay(plan: TransferPlan, listener: Listener, buffers: Sequence[Buffers], timeout_s: float) -> Outlet:
+    """Join as the only sender, the first member; receivers, told where it listens, come within `timeout_s`.
 
     Raises:
         PublishError, PeerFailedError: some receivers did not come; they are named.
     """
     with contextlib.ExitStack() as unless_joined:
         names = [member.name for member in plan.members]
-        receivers = listener.accept(names, plan.receivers, plan.timeout_s)
+        receivers = listener.accept(names, plan.receivers, timeout_s, message_s=plan.timeout_s)
         for receiver in receivers:
             unless_joined.callback(receiver.close)
         outlet, _ = _Handshake(plan, 0, {}, receivers).agree(buffers, None)

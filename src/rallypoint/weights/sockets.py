@@ -77,12 +77,16 @@ class Peer:
 
     def given(self) -> tuple[bytes, list[int]]:
         """Return what the other end gave; the caller closes the open files."""
-        try:
-            self._socket.settimeout(self._timeout_s)
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1)
-            self._socket.settimeout(_LOOK_EVERY_S)
-        except OSError as error:
-            raise self._gone(error) from error
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                head, descriptors, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1)
+                break
+            except TimeoutError as error:  # a cancelled call is noticed in between
+                if time.monotonic() > deadline:
+                    raise self._gone(error) from error
+            except OSError as error:
+                raise self._gone(error) from error
         if len(head) < _NUMBER.size:
             raise self._gone(None)
         return self.receive_exactly(_NUMBER.unpack(head)[0]), descriptors
@@ -153,13 +157,16 @@ class Listener:
         self._socket.listen(1024)
         self._socket.settimeout(_LOOK_EVERY_S)
 
-    def accept(self, names: Sequence[str], expected: Sequence[int], timeout_s: float) -> list[Peer]:
+    def accept(
+        self, names: Sequence[str], expected: Sequence[int], timeout_s: float, *, message_s: float | None = None
+    ) -> list[Peer]:
         """Return the peers that connect, in the order of `expected`.
 
         Args:
             names: of all processes that may connect, by number.
             expected: numbers of those that will.
-            timeout_s: how long to wait for all of them, and later for each message from them.
+            timeout_s: how long to wait for all of them.
+            message_s: how long to wait later for each message from them; None: as long.
 
         Raises:
             PublishError: some did not come; they are named.
@@ -179,7 +186,7 @@ class Listener:
             if not _is_of_this_user(connection):
                 connection.close()
                 continue
-            peer = Peer(connection, "a process that connected", timeout_s)
+            peer = Peer(connection, "a process that connected", timeout_s if message_s is None else message_s)
             number: int = _NUMBER.unpack(peer.receive_exactly(_NUMBER.size))[0]
             peer.name = names[number]
             found[number] = peer

@@ -23,6 +23,7 @@ from rallypoint.models import Part
 from rallypoint.roles.connections import ServerReplica, StreamConnection
 from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.weights import Held, Sender
+from rallypoint.weights.relay import Relay
 from rallypoint.weights.served import Invitation, ServerReceiver
 from rallypoint.weights.transports import join_broadcast
 
@@ -194,6 +195,25 @@ def test_a_cancelled_publish_waits_no_longer_for_its_server(rendezvous, cancelle
     run.server.take = stalled
     assert isinstance(cancelled(lambda: run.publish(1), begun), CallCancelledError)
     assert ended.is_set()
+
+
+def test_a_server_that_has_all_of_a_version_may_load_it_although_the_call_is_cancelled(
+    rendezvous, cancelled, monkeypatch
+):
+    """It is cancelled where another rank's server has failed; to end this one, too, would cost a start."""
+    run, begun, was_given_up = Run(rendezvous, timeout_s=600.0).connect(), threading.Event(), []
+    finish = Relay.finish
+
+    def slow(version, given_up):
+        run.server.take = None
+        digest = run.server.receive(version, given_up)
+        was_given_up.append(given_up.wait(3))
+        return digest
+
+    run.server.take = slow
+    monkeypatch.setattr(Relay, "finish", lambda relay: (finish(relay), begun.set()))
+    assert isinstance(cancelled(lambda: run.publish(1), begun), CallCancelledError)
+    assert was_given_up == [False]
 
 
 def test_a_cancelled_connection_waits_no_longer_for_ranks_that_do_not_come(rendezvous, cancelled):

@@ -54,7 +54,7 @@ class Nodes:
         with Listener() as listener, ThreadPoolExecutor(num_workers) as pool:
             told = Invitation.read(Invitation("memory", own, own.receivers, [listener.address], PIECES).text())
             joining = [pool.submit(ServerReceiver, told, worker, CPU) for worker in range(num_workers)]
-            self.outlet = same_node.relay(own, listener, (HostMemory(),))
+            self.outlet = same_node.relay(own, listener, (HostMemory(),), own.timeout_s)
             self.workers = [one.result() for one in joining]
         with ThreadPoolExecutor(len(members)) as pool:
             self.lines = list(pool.map(lambda at: join_broadcast(rendezvous, self.plan, at), range(len(members))))

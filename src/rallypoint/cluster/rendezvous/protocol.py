@@ -35,9 +35,9 @@ from rallypoint.errors import (
 _LOG = logging.getLogger(__name__)
 _VOICE_EVERY_S = 30.0
 _SOON_S = 5.0
+"""Seconds that a transaction may wait for the next change."""
 _GIVEN_UP_S = 1.0
 """Seconds between two looks at whether a wait was given up."""
-"""Seconds that a transaction may wait for the next change."""
 _PATIENCE_LEASES = 2.0
 """Number of leases that a newcomer waits for the holder of its seat to prove dead."""
 

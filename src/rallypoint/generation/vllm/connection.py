@@ -150,15 +150,15 @@ class VllmConnection:
         """Have them take over what these send now; return a digest of its checksums. See `join`."""
         is_asleep = self._is_asleep and self._gives_memory
         self._until_ready(given_up)
-        self._wake_weights(is_asleep=is_asleep)
+        self._wake_weights(is_asleep=is_asleep, given_up=given_up)
         digest = self.wait(self.run(self.supervisor.receive(version, is_asleep=is_asleep)), given_up)
         self.version, self._weights, self._gets_weights = version, "here", is_asleep
         return digest
 
-    def _wake_weights(self, *, is_asleep: bool) -> None:
+    def _wake_weights(self, *, is_asleep: bool, given_up: threading.Event | None = None) -> None:
         """Have a server that sleeps reserve memory for weights, which come next."""
         if is_asleep and self._weights != "here":
-            self._call_if_it_sleeps("/wake_up?tags=weights")
+            self._call_if_it_sleeps("/wake_up?tags=weights", given_up=given_up)
 
     def sleep(self) -> None:
         """Have a server on an accelerator free its memory; it keeps its weights on the CPU unless others come then."""
@@ -200,11 +200,11 @@ class VllmConnection:
             if given_up is not None and given_up.is_set():
                 raise _given_up()
 
-    def _call_if_it_sleeps(self, path: str, *, restores: bool = False) -> None:
+    def _call_if_it_sleeps(self, path: str, *, restores: bool = False, given_up: threading.Event | None = None) -> None:
         """Make a call about memory, if the server can free any; see `ServerSupervisor.change_memory`."""
         if self._gives_memory:
-            self._until_ready()
-            self.wait(self.run(self.supervisor.change_memory(path, restores=restores)))
+            self._until_ready(given_up)
+            self.wait(self.run(self.supervisor.change_memory(path, restores=restores)), given_up)
 
 
 def _given_up() -> PublishError:
