@@ -198,7 +198,7 @@ def test_the_second_model_runner_samples_the_same_tokens_while_it_schedules_ahea
         assert generate(engine, prompts, BASE, version=5, group_size=2).tokens.tolist() == expected.tokens.tolist()
     said = servers[-1]._log.read_text()
     assert "Using V2 Model Runner" in said
-    assert "Asynchronous scheduling is enabled" in said
+    assert "'async_scheduling': True" in said  # vLLM does not start where it cannot do what it was told
 
 
 def test_the_second_model_runner_says_which_experts_it_chose(interpreting, prompts, tmp_path):
