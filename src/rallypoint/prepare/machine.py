@@ -63,7 +63,8 @@ def describe_choices(loaded: LoadedConfig, machine: Machine) -> Iterator[str]:
         there, pools = counted(len(machine.accelerators), "device"), {"cluster.pools": config.cluster.pools}
     if loaded.origins["cluster.pools"] == THIS_MACHINE:
         yield f"{' '.join(f'{key}={shown(value)}' for key, value in pools.items())}: chosen for the {there} here"
-    sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(".mesh.dp_shard")}
+    cuts = (".mesh.dp_shard", "rollout.mesh.tp")
+    sizes = {name: shown(value) for name, value in values_of(config) if name.endswith(cuts)}
     if chosen := [f"{name}={size}" for name, size in sizes.items() if loaded.origins[name] == THIS_MACHINE]:
         yield f"{' '.join(chosen)}: chosen for this machine, where a device has no room for the whole model"
     if config.engine.offload != "nothing" and loaded.origins["engine.offload"] == THIS_MACHINE:

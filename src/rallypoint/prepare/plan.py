@@ -1,7 +1,7 @@
 """The plan of a run, computed from its config without starting anything: batches, placement, memory.
 
 Owns also the values of automatic keys that nobody set, from the numbers of a machine: how many processes share its
-cores or devices, how many of them share a model, what layers keep on an accelerator, and which engine samples there.
+cores or devices, how many of them share a model, what layers keep on an accelerator, and what samples there.
 They are a function of their arguments, so that the dry run shows what a run gets. Several processes with a core each
 are as fast as one process with several cores, or faster, wherever models are small enough for CPUs
 (`benchmarks/scaling.py`); but each holds weights and optimizer of its own.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from rallypoint.config import Activations, Offload
-from rallypoint.config.check import vllm_problems
+from rallypoint.config.check import contradictions, vllm_problems
 from rallypoint.config.fields import Section
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.recipes import RoleName
@@ -190,15 +190,39 @@ def _off_cpu(
     *,
     has_server: bool,
 ) -> dict[str, object]:
-    """Return the engine of rollouts, the layout, and what layers keep: of a server's, if devices have room for that."""
-    if "rollout.engine" not in left_open or not why_server(config):
-        return _for_devices(config, left_open, devices_per_node, device_bytes)
-    ways: list[dict[str, object]] = []
-    for engine in ("vllm", "native") if has_server else ("native",):
-        trial = _with(config, "rollout.engine", engine)
-        ways += [{"rollout.engine": engine, **_for_devices(trial, left_open, devices_per_node, device_bytes)}]
-    have_room = (way for way in ways if _has_room(_with_all(config, way), any_way=False, device_bytes=device_bytes))
-    return next(have_room, ways[-1])
+    """Return the engine of rollouts, over how many devices one is cut, the layout, and what layers keep.
+
+    A server, then our own engine; cut over as few devices as have room. Without room in any way, it is not cut.
+    """
+    is_open = "rollout.engine" in left_open and why_server(config)
+    engines = ("vllm", "native") if is_open and has_server else ("native",) if is_open else (config.rollout.engine,)
+    whole, pools = dict[str, object](), [config.roles["rollout"].pool] if "rollout" in config.roles else []
+    for engine in engines:
+        for tp in _cuts(config, left_open, devices_per_node):
+            own: dict[str, object] = {"rollout.engine": engine} if is_open else {}
+            own |= {"rollout.mesh.tp": tp} if tp is not None else {}
+            way = own | _for_devices(_with_all(config, own), left_open, devices_per_node, device_bytes)
+            trial = _with_all(config, way)
+            whole = way if tp is None else whole
+            if _has_room(trial, False, device_bytes, *pools) and (tp is None or _may_be_cut(trial)):
+                return way
+    return whole
+
+
+def _cuts(config: RunConfig, left_open: tuple[str, ...], devices_per_node: Sequence[int]) -> Iterator[int | None]:
+    """Yield values for `rollout.mesh.tp`: the one that stands, and those that divide the processes of a node."""
+    yield None
+    if "rollout" in config.roles and "rollout.mesh.tp" in left_open:
+        pools = config.cluster.pools.get(config.roles["rollout"].pool, ())
+        most = max(devices_per_node if "cluster.pools" in left_open else pools, default=1)
+        yield from (tp for tp in range(2, most + 1) if most % tp == 0)
+
+
+def _may_be_cut(config: RunConfig) -> bool:
+    """Whether the pools have a rollout's ranks or devices, and nothing speaks against its size."""
+    problems = contradictions(config, {})
+    is_here = divides(config) and config.devices_of_rollout == 1  # a server alone has devices beyond its processes
+    return is_here and not any("rollout.mesh.tp" in problem.keys for problem in problems)
 
 
 def sent_bytes(config: RunConfig) -> int:
@@ -226,17 +250,17 @@ def why_server(config: RunConfig) -> str:
     return ", ".join(found)
 
 
-def activations_bytes(config: RunConfig, device_bytes: int) -> dict[Activations, int]:
+def activations_bytes(config: RunConfig, device_bytes: int, *pools: str) -> dict[Activations, int]:
     """Return what the fullest process needs with every setting of engine.activations, the fastest first.
 
-    Empty while the model or the device is not known.
+    It is one of some pools, or of all. Empty while the model or the device is not known.
     """
     needed: dict[Activations, int] = {}
     for way in get_args(Activations):
         plan = make_plan(_with(config, "engine.activations", way))
         if plan.memory and device_bytes:
             least = plan.within(dict.fromkeys(config.cluster.pools, 0))  # a cache takes what is left, down to one row's
-            needed[way] = max(map(least.process_memory, config.cluster.pools))
+            needed[way] = max(map(least.process_memory, pools or config.cluster.pools))
     return needed
 
 
@@ -298,9 +322,9 @@ def _over_devices(
     return chosen
 
 
-def _has_room(config: RunConfig, any_way: bool, device_bytes: int) -> bool:
-    """Whether a device has room for the fullest process; True while that is not known."""
-    needed = activations_bytes(config, device_bytes)
+def _has_room(config: RunConfig, any_way: bool, device_bytes: int, *pools: str) -> bool:
+    """Whether a device has room for the fullest process, of some pools or of all; True while that is not known."""
+    needed = activations_bytes(config, device_bytes, *pools)
     of_ways = [needed[way] for way in needed if any_way or way == config.engine.activations]
     return not of_ways or min(of_ways) <= SAFE * device_bytes
 

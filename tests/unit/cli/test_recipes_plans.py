@@ -24,6 +24,7 @@ PUBLISHED = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3.5-0.8B": 752_393_024,
     "Qwen/Qwen3.5-9B": 8_953_803_264,
@@ -87,6 +88,21 @@ def test_the_plan_of_a_mixture_is_what_its_page_says(command, row):
     assert "may need" not in said
     [size] = [size for name, size in PUBLISHED.items() if name.endswith(f"/{model}")]
     assert f"{size // 10**6:,}." in said
+
+
+@pytest.mark.parametrize("model", ["Qwen3-32B", "Qwen3-30B-A3B"])
+def test_over_how_many_devices_a_large_model_samples_is_chosen_with_the_rest_of_its_plan(command, model):
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    plans = r"plans ([\d.]+) GiB, ([\d.]+) of them weights of the server and ([\d.]+) its cache"
+    [[line, *held]] = re.findall(rf"`rally (train math-dapo model.path=Qwen/Qwen3-32B .*)`\n{plans}", text)
+    said = command(*shlex.split(line.replace("Qwen3-32B", model)), "--dry-run", "--on", "8xH100").stdout
+    chosen = "rollout.mesh.tp=4 actor.mesh.dp_shard=8: chosen for this machine"
+    assert f"{chosen}, where a device has no room for the whole model" in said
+    assert "vLLM servers: 2, each over the devices of 4 processes" in said
+    if model == "Qwen3-32B":
+        assert f"pool main [8]: {held[0]} GiB" in said
+        assert re.search(rf"weights .* {held[1]} GiB\n", said)
+        assert re.search(rf"cache .* {held[2]} GiB\n", said)
 
 
 @pytest.mark.parametrize("machine", ["8xH100", "2x8xH100"])

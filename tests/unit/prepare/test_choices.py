@@ -89,7 +89,7 @@ def test_what_was_chosen_stands_in_the_config_with_its_origin(here: Path):
     def chosen(config: RunConfig, left_open: tuple[str, ...]) -> dict[str, object]:
         places = {"cluster.pools", "cluster.num_cpus_per_process", "cluster.object_store_gib"}
         shards = {f"{section}.mesh.dp_shard" for section in ("actor", "critic", "reference", "reward", "teacher")}
-        engines = {"engine.activations", "engine.offload", "rollout.engine"}
+        engines = {"engine.activations", "engine.offload", "rollout.engine", "rollout.mesh.tp"}
         assert set(left_open) == {"model.dtype", *engines, *places, *shards}
         return {"cluster.pools": {"main": (3,)}, "cluster.num_cpus_per_process": 2}
 
@@ -190,6 +190,38 @@ def test_ranks_of_pools_that_were_said_share_a_model_too(here: Path):
     places = [f"{role}.placement.pool=train" for role in ("actor", "critic", "reference")]
     chosen = over_devices(pools, *places, "rollout.placement.pool=side", "rollout.cache_tokens=4096", gib=10)
     assert chosen == {"actor.mesh.dp_shard": 2, "critic.mesh.dp_shard": 2}
+
+
+SAMPLING = ("recipe=grpo", "kl=null", "rollout.cache_tokens=4096", "engine.max_tokens_per_micro_batch=1024")
+
+
+@pytest.mark.parametrize(
+    ("gib", "more", "expected"),
+    [
+        (2.5, (), None),
+        (2, (), 2),
+        (2, ("rollout.engine=vllm",), 2),
+        (2, ("cluster.num_gpus_per_process=2",), 4),
+        (2, ("rollout.mesh.tp=1",), None),
+        (2, ("rollout.exact=true",), None),
+        (2, ("rollout.weights=ipc",), None),
+        (2, ("rollout.engine=vllm", "cluster.num_gpus_per_process=2"), None),
+        (1, (), None),
+    ],
+)
+def test_ranks_that_sample_share_a_model_of_which_a_device_has_no_room_for_a_whole_copy(
+    here: Path, gib: float, more: tuple[str, ...], expected: int | None
+):
+    assert over_devices(*SAMPLING, *more, gib=gib).get("rollout.mesh.tp") == expected
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("native", 2), ("vllm", None)])
+def test_a_pool_of_rollouts_alone_is_cut_by_its_own_size_and_servers_take_no_devices_that_it_lacks(
+    here: Path, engine: str, expected: int | None
+):
+    pools = ("cluster.pools={main: [8], side: [2]}", "rollout.placement.pool=side", "actor.mesh.dp_shard=8")
+    chosen = over_devices(*SAMPLING, *pools, f"rollout.engine={engine}", gib=1)
+    assert chosen.get("rollout.mesh.tp") == expected
 
 
 @pytest.mark.parametrize("alone", ["cluster.runtime=inline", "actor.mesh={dp_shard: 1, tp: 3}"])

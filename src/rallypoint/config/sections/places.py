@@ -43,7 +43,7 @@ class MeshConfig(Section):
 class RolloutMeshConfig(Section):
     """How ranks that sample together divide the model, or the devices of a server."""
 
-    tp: int = key(1, at_least=1, hidden=True, help="Ranks that sample together, or devices of each vLLM server.")
+    tp: int = key(1, at_least=1, automatic=True, hidden=True, help="Ranks that sample together, or a server's devices.")
 
 
 class ClusterConfig(Section):
