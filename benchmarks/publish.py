@@ -50,6 +50,7 @@ from rallypoint.models import ATTENTION, ModelShard, Part
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.connections import ServerReplica
 from rallypoint.roles.publishing import Stream, make_plan
+from rallypoint.transport_kinds import BROADCAST, FOLDER, TRANSPORT_KINDS
 from rallypoint.types import ActorBatch, Metrics, offsets_from_lengths
 from rallypoint.weights import (
     HEADER_BYTES,
@@ -67,7 +68,6 @@ from rallypoint.weights import (
     share,
     share_trained,
 )
-from rallypoint.weights.transports import BUCKET_BYTES
 
 NUM_PROCESSES = 4
 """Two that may send, and two that may take."""
@@ -141,7 +141,7 @@ class Process:
         self.manifests: dict[Side, Manifest] = {}
         self.lines: dict[Side, Transport] = {}
         for side in sides:
-            if side.way in BUCKET_BYTES and place in side.places:
+            if side.way not in ("copy", FOLDER.name) and place in side.places:
                 members = [Participant(at if at < 2 else None, at - 2 if at >= 2 else None) for at in side.places]
                 plan = TransferPlan(str(side), tuple(members), self._manifest(side), 120.0)
                 self.manifests[side] = plan.manifest
@@ -149,7 +149,7 @@ class Process:
                 if memory is not None and place < 2:
                     exposed = memory.exposed(self._held(side)[place], own[side.num_senders])
                 at = side.places.index(place)
-                self.lines[side] = join(side.way, rendezvous, plan, at, device="cpu", exposed=exposed)
+                self.lines[side] = join(TRANSPORT_KINDS[side.way], rendezvous, plan, at, device="cpu", exposed=exposed)
 
     def _held(self, side: Side) -> list[dict[str, Held]]:
         held = []
@@ -159,7 +159,9 @@ class Process:
         return held
 
     def _manifest(self, side: Side) -> Manifest:
-        return Manifest.of(self._held(side), bucket_bytes=BUCKET_BYTES[side.way] + HEADER_BYTES)
+        return Manifest.of(
+            self._held(side), bucket_bytes=TRANSPORT_KINDS[side.way].bucket_mib[0] * 2**20 + HEADER_BYTES
+        )
 
     @torch.no_grad()
     def take_part(self, side: Side, version: int, barrier: Barrier) -> None:
@@ -287,7 +289,7 @@ class Trainer:
         self.held = {name: Held(one.dtype, self.shard.parts[name]) for name, one in self.shard.trained().items()}
 
     def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
-        self.transport = join(stream.name, self.rendezvous, plan, place, device="cpu", exposed=exposed)
+        self.transport = join(stream.kind, self.rendezvous, plan, place, device="cpu", exposed=exposed)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -306,12 +308,12 @@ class Trainer:
 def connected(trainer: Trainer, replica: ServerReplica, stream: Stream) -> Callable[[int], object]:
     """Connect a server, and return a function that publishes a version to it."""
     process: Any = object()
-    plan = make_plan(stream, [trainer.held], [object() if stream.name == "broadcast" else process], [process])  # pyright: ignore[reportArgumentType]
-    if stream.name != "broadcast":
+    plan = make_plan(stream, [trainer.held], [object() if stream.kind == BROADCAST else process], [process])  # pyright: ignore[reportArgumentType]
+    if stream.kind != BROADCAST:
         replica.connect(stream, plan)
         return replica.receive
     actor = ThreadPoolExecutor(1)
-    joining = actor.submit(join, stream.name, trainer.rendezvous, plan, 0, device="cpu")
+    joining = actor.submit(join, stream.kind, trainer.rendezvous, plan, 0, device="cpu")
     replica.connect(stream, plan)
 
     def publish(version: int) -> None:
@@ -352,7 +354,7 @@ def to_vllm(name: str, dtype: torch.dtype, times: int) -> dict[str, list[float]]
             for version, way in enumerate([*seconds] * (times + 1), 1):
                 publish = partial(write_and_read, trainer, replica, Path(work) / "published", name)
                 if way != "folder":
-                    publish = connected(trainer, replica, Stream(way, "xxh3", 600.0, num_parts=1))  # pyright: ignore[reportArgumentType]
+                    publish = connected(trainer, replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_parts=1))
                 began = time.perf_counter()
                 publish(version)
                 if version > len(seconds):  # the first ones touch all memory

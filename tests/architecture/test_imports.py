@@ -129,3 +129,11 @@ def test_tokenizers_are_loaded_in_one_place_which_has_them_decode_text_as_it_was
         if "Tokenizer.from_pretrained" in file.read_text() or "clean_up_tokenization_spaces=True" in file.read_text()
     }
     assert loads == {"data/tokenizer.py", "library/run.py"}
+
+
+def test_the_kinds_of_transport_have_their_names_in_one_file():
+    """The others ask a kind what it is; `cluster` has a rule of dispatch that is called broadcast, too."""
+    package = ROOT / "src" / "rallypoint"
+    rest = [file for file in package.rglob("*.py") if file.parent.name != "cluster"]
+    names = {str(file.relative_to(package)) for file in rest if re.search('"(ipc|broadcast)"', file.read_text())}
+    assert names == {"transport_kinds.py"}

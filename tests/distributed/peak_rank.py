@@ -21,6 +21,7 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, Part
 from rallypoint.observability.memory import resident_bytes
 from rallypoint.parallel import DeviceMesh
+from rallypoint.transport_kinds import TRANSPORT_KINDS
 from rallypoint.weights import (
     HEADER_BYTES,
     Held,
@@ -35,7 +36,6 @@ from rallypoint.weights import (
     published_folder,
     share_trained,
 )  # fmt: skip
-from rallypoint.weights.transports import BUCKET_BYTES
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h: pieces from that size on go back to the system when they are freed."""
@@ -100,14 +100,15 @@ class Process:
 
     def publish(self, way: str, version: int) -> None:
         """Take part in a publish."""
-        if way not in BUCKET_BYTES:
+        kind = TRANSPORT_KINDS.get(way)
+        if kind is None or not kind.is_streamed:
             self.publish_folder(self.shard if way == "folder" else self.masters, version)
             return
-        manifest = Manifest.of(self.halves, bucket_bytes=BUCKET_BYTES[way] + HEADER_BYTES)
+        manifest = Manifest.of(self.halves, bucket_bytes=kind.bucket_mib[0] * 2**20 + HEADER_BYTES)
         if way not in self.lines:
             exposed = None if self.memory is None else self.memory.exposed(self.halves[self.place], self.tensors)
             plan = TransferPlan(way, MEMBERS, manifest, 60.0)
-            self.lines[way] = join(way, self.rendezvous, plan, self.place, device="cpu", exposed=exposed)
+            self.lines[way] = join(kind, self.rendezvous, plan, self.place, device="cpu", exposed=exposed)
         if self.place == TAKER:
             sink = Receiver(manifest, self.tensors, version)
             self.lines[way].run(version, None, sink, lambda: None)

@@ -12,9 +12,9 @@ from ranks import open_meeting
 from rallypoint.errors import RallyError
 from rallypoint.model_files import load_policy
 from rallypoint.models import Part
+from rallypoint.transport_kinds import BROADCAST, MEMORY
 from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join, share
 
-WAYS = ("memory", "broadcast")
 MEMBERS = (Participant(0, None), Participant(1, None), Participant(None, 0), Participant(None, 1))
 VICTIM = 3
 
@@ -49,8 +49,10 @@ def main(model_folder: str, folder: Path, place: int) -> None:
         exposed = None if memory is None else memory.exposed(held, own)
     first = {name: tensor.clone() for name, tensor in own.items()}
     lines = {
-        way: join(way, rendezvous, TransferPlan(way, MEMBERS, manifest, 60.0), place, device="cpu", exposed=exposed)
-        for way in WAYS
+        kind.name: join(
+            kind, rendezvous, TransferPlan(kind.name, MEMBERS, manifest, 60.0), place, device="cpu", exposed=exposed
+        )
+        for kind in (MEMORY, BROADCAST)
     }
     said: dict[str, str] = {}
     for version, way in ((1, "memory"), (2, "broadcast"), (3, "memory"), (3, "broadcast")):

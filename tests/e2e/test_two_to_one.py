@@ -23,6 +23,7 @@ from rallypoint.roles.rollout import Rollouts
 from rallypoint.roles.supervisor import Supervisor
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Schedule
+from rallypoint.transport_kinds import BROADCAST, FOLDER, MEMORY
 from rallypoint.types import ActorBatch, RolloutBatch, Trajectory, assemble
 
 pytestmark = pytest.mark.lasting_ray
@@ -87,16 +88,16 @@ def test_two_that_shard_a_model_publish_to_one_that_samples_by_every_way(runtime
         async with placed(config, runtime, tmp_path) as placement:
             actor = await Actor.create(placement, loss)
             rollouts = await Rollouts.create(placement)
-            assert rollouts.transport.name == "memory", "they are on one node"
+            assert rollouts.transport.kind == MEMORY, "they are on one node"
             actors, samplers = placement.groups["actor"], placement.groups["rollout"]
             assert all(await actors.call(ActorWorker.held)), "each has something to send"
-            transports = (Stream.of("memory", config), Stream.of("broadcast", config), WrittenFolder("folder"))
+            transports = (Stream.of(MEMORY, config), Stream.of(BROADCAST, config), WrittenFolder())
             for version, transport in enumerate(transports):
                 # The same processes, with a line of their own.
                 actor, rollouts = Actor(config, actors, loss), Mailbox(Rollouts(samplers, transport), Schedule())
                 actor.version = version
                 gap, moved = await publish_twice(actor, rollouts)
-                assert gap < 1e-4 < 1e-2 < moved, transport.name
+                assert gap < 1e-4 < 1e-2 < moved, transport.kind
 
     asyncio.run(scenario())
 
@@ -110,7 +111,7 @@ def test_one_publishes_to_two_that_sample_together_also_after_one_was_killed(run
             actor = await Actor.create(placement, actor_loss_of(config))
             rollouts = Mailbox(await Rollouts.create(placement), Schedule(), keeper=placement)
             placement.refillers["rollout"] = rollouts
-            assert (rollouts.role.transport.name, rollouts.role.num_ranks) == ("folder", 1)
+            assert (rollouts.role.transport.kind, rollouts.role.num_ranks) == (FOLDER, 1)
             gap, moved = await publish_twice(actor, rollouts)
             assert gap < 1e-4 < 1e-2 < moved
             before, pids = await sample(rollouts), [process.info.pid for process in rollouts.role.processes]

@@ -30,6 +30,7 @@ from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
 from rallypoint.roles.connections import ServerReplica
 from rallypoint.roles.publishing import Stream, make_plan
+from rallypoint.transport_kinds import TRANSPORT_KINDS
 from rallypoint.types import Prompts, offsets_from_lengths
 from rallypoint.weights import Held, Sender, join, same_node, share_trained
 from rallypoint.weights.published_folder import write
@@ -260,13 +261,13 @@ class Trainer:
         self.held = {name: Held(tensor.dtype, self.shard.parts[name]) for name, tensor in self.shard.trained().items()}
 
     def open(self, stream, plan, place, exposed):
-        self.transport = join(stream.name, self.rendezvous, plan, place, device="cpu", exposed=exposed)
+        self.transport = join(stream.kind, self.rendezvous, plan, place, device="cpu", exposed=exposed)
 
     def connect(self, replica, stream):
         process = object()
         plan = make_plan(stream, [self.held], [object() if self.apart else process], [process])
         if self.apart:
-            joining = self.other.submit(join, stream.name, self.rendezvous, plan, 0, device="cpu")
+            joining = self.other.submit(join, stream.kind, self.rendezvous, plan, 0, device="cpu")
         replica.connect(stream, plan)
         self.line = joining.result() if self.apart else None
 
@@ -302,7 +303,7 @@ def test_weights_that_are_sent_arrive_as_from_a_folder_and_a_server_that_lost_th
     with start(None, num_devices=num_devices) as engine, open_rendezvous("memory", "vllm") as rendezvous:
         trainer = Trainer(folder, rendezvous, apart=apart)
         replica = ServerReplica(trainer, trainer, engine, trainer)
-        trainer.connect(replica, Stream(way, "xxh3", 600.0, num_parts=num_devices))
+        trainer.connect(replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_parts=num_devices))
         for version in (5, 6, 7):
             with torch.no_grad():
                 for weight in trainer.shard.model.parameters():

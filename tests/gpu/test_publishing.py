@@ -8,6 +8,7 @@ import torch
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.model_files.pieces import same_names
 from rallypoint.models import Part
+from rallypoint.transport_kinds import IPC
 from rallypoint.weights import (
     HEADER_BYTES,
     Held,
@@ -30,7 +31,7 @@ SHAPE = (300, 1000)
 
 
 def take(rendezvous, plan, device, into):
-    line = join("ipc", rendezvous, plan, 1, device=device)
+    line = join(IPC, rendezvous, plan, 1, device=device)
     for version in (1, 2):
         model = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16, device=device)}
         sink = Receiver(plan.manifest, model, version)
@@ -43,7 +44,7 @@ def take(rendezvous, plan, device, into):
 def take_as_server(rendezvous, plan, device, into):
     """What a worker of a server does, with the invitation that its rank has for it."""
     pieces = {"w": same_names("w", SHAPE)}
-    told = Invitation("ipc", plan, [1], same_node.met(rendezvous, plan, 1), pieces).text()
+    told = Invitation(IPC, plan, [1], same_node.met(rendezvous, plan, 1), pieces).text()
     own = torch.device(device, torch.accelerator.current_device_index())
     receiver = ServerReceiver(Invitation.read(told), 0, own)
     for version in (1, 2):
@@ -74,7 +75,7 @@ def test_weights_arrive_in_another_process_through_device_memory(take, members):
         into = context.Queue()
         taker = context.Process(target=take, args=(rendezvous, plan, accelerator.type, into))
         taker.start()
-        line = join("ipc", rendezvous, plan, 0, device=accelerator.type)
+        line = join(IPC, rendezvous, plan, 0, device=accelerator.type)
         for version in (1, 2):
             masters = torch.full(SHAPE, float(version), device=accelerator)
             line.run(version, Sender({"w": masters}), None, lambda: None)

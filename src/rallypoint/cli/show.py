@@ -29,7 +29,7 @@ from rallypoint.config import (
 from rallypoint.config.check_algorithm import note_ratios
 from rallypoint.config.fields import section_of, sections_in
 from rallypoint.config.load import AUTOMATICALLY
-from rallypoint.config.transport import describe_transport, transport_name
+from rallypoint.config.transport import describe_transport, transport_kind
 from rallypoint.display.text import clean
 from rallypoint.display.theme import LEVELS, PALETTE
 from rallypoint.environments.reward import SHIPPED
@@ -277,7 +277,7 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
         devices = f"the devices of {tp} processes" if config.devices_of_rollout == 1 else f"{tp} devices of a process"
         lines.append(f"vLLM servers: {config.num_parts('rollout')}, each over {devices}")
     if "rollout" in config.roles:
-        lines += [f"published weights: {describe_transport(config, transport_name(config))}", ""]
+        lines += [f"published weights: {describe_transport(config, transport_kind(config))}", ""]
     return f"\nplacement on {config.cluster.runtime}, and memory of each process; model: {size}", lines
 
 

@@ -14,6 +14,7 @@ from rallypoint.config.shape import known_adapter, shape_of
 from rallypoint.config.tree import RunConfig, row_limit
 from rallypoint.config.unread import without_effect
 from rallypoint.families import FAMILIES, MIXTURES
+from rallypoint.transport_kinds import FOLDER, TRANSPORT_KINDS
 
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims that vLLM's attention takes on CPUs."""
@@ -279,7 +280,7 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             f"{MIN_TEMPERATURE:g}; logits are divided by it",
         )
     if rollout.weights != "auto":
-        yield from way_of_weights(config)
+        yield from way_of_weights(config, TRANSPORT_KINDS[rollout.weights])
     if rollout.max_batch_rows < rollout.group_size:
         yield Problem(
             ("rollout.max_batch_rows", "rollout.group_size"),
@@ -374,11 +375,11 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             f"(target_parameters={shown(lora.target_parameters)}); use rollout.engine=native"
             + ("" if lora.path else ", or model.lora.target_parameters=[]"),
         )
-    if lora is not None and config.rollout.weights not in ("auto", "folder"):
+    if lora is not None and config.rollout.weights not in ("auto", FOLDER.name):
         yield Problem(
             ("rollout.weights", "rollout.engine"),
-            f"rollout.weights={config.rollout.weights!r}: with rollout.engine=vllm adapters take the way `folder`; "
-            "leave it at auto",
+            f"rollout.weights={config.rollout.weights!r}: with rollout.engine=vllm adapters take the way "
+            f"`{FOLDER.name}`; leave it at auto",
         )
     shape = shape_of(config)
     if shape is not None and config.cluster.device == "cpu" and shape.model_type in MIXTURES:

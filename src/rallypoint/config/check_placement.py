@@ -12,6 +12,7 @@ from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, misfit_of, read_shape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import BIASED, FAMILIES, MIXTURES
+from rallypoint.transport_kinds import FOLDER, TransportKind
 
 _CUT_OTHERWISE = ("key/value heads", "experts")
 _MOST_INLINE = 256
@@ -358,9 +359,9 @@ def _shared_by_ranks(config: RunConfig) -> Iterator[Problem]:
             return
 
 
-def way_of_weights(config: RunConfig) -> Iterator[Problem]:
+def way_of_weights(config: RunConfig, kind: TransportKind) -> Iterator[Problem]:
     """Yield why published weights cannot take the way that was named."""
-    way, device = config.rollout.weights, config.cluster.device
+    way = kind.name
     placements = (config.actor.placement, config.rollout.placement)
     pools = {placement.pool: config.cluster.pools.get(placement.pool, ()) for placement in placements}
     if config.actor.placement.pool in config.cluster.pools and config.rollout_shares_actor:
@@ -369,19 +370,19 @@ def way_of_weights(config: RunConfig) -> Iterator[Problem]:
             f"rollout.weights={way!r} has no effect: rollouts are sampled from the actor's own weights, on the same "
             "pool; leave it at auto",
         )
-    elif way != "folder" and config.rollout.mesh.tp > 1 and config.rollout.engine == "native":
+    elif kind != FOLDER and config.rollout.mesh.tp > 1 and config.rollout.engine == "native":
         yield Problem(
             ("rollout.weights", "rollout.mesh.tp"),
             f"rollout.weights={way!r} carries whole weights, and rollout.mesh.tp={config.rollout.mesh.tp} leaves each "
             "rank a part of them; expected auto or folder",
         )
-    elif way == "ipc" and device == "cpu":
+    elif kind.of_devices and config.cluster.device == "cpu":
         yield Problem(
             ("rollout.weights", "cluster.device"),
-            "rollout.weights='ipc' shares the memory of accelerators, and cluster.device=cpu has none; "
+            f"rollout.weights={way!r} shares the memory of accelerators, and cluster.device=cpu has none; "
             "expected auto or memory",
         )
-    elif way in ("memory", "ipc") and any(len(nodes) > 1 for nodes in pools.values()):
+    elif kind.within_node and any(len(nodes) > 1 for nodes in pools.values()):
         name = next(name for name, nodes in pools.items() if len(nodes) > 1)
         yield Problem(
             ("rollout.weights", f"cluster.pools.{name}"),

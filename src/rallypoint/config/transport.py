@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 from rallypoint.config.tree import RunConfig
-
-TransportName: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
-"""Transport of weights from the actor to the rollout role; see `rallypoint.weights`."""
+from rallypoint.transport_kinds import BROADCAST, FOLDER, SHARED, TRANSPORT_KINDS, TransportKind, within_a_node
 
 
-def transport_name(config: RunConfig, num_nodes: int | None = None) -> TransportName | None:
+def transport_kind(config: RunConfig, num_nodes: int | None = None) -> TransportKind | None:
     """Return what carries published weights to the rollout role; None if only the placement can tell.
 
     Args:
@@ -18,38 +14,31 @@ def transport_name(config: RunConfig, num_nodes: int | None = None) -> Transport
         num_nodes: nodes that both roles are on together; None: as many as the config says.
     """
     if config.rollout_shares_actor or "rollout" not in config.roles:  # then none are sent
-        return "shared"
+        return SHARED
     if config.rollout.weights != "auto":
-        return config.rollout.weights
+        return TRANSPORT_KINDS[config.rollout.weights]
     has_server = config.rollout.engine == "vllm"
     if (config.model.lora is not None) if has_server else (config.rollout.mesh.tp > 1):
-        return "folder"  # vLLM takes adapters from files alone, and a rank reads any part of them
+        return FOLDER  # vLLM takes adapters from files alone, and a rank reads any part of them
     num_nodes = num_nodes or _num_nodes(config)
     if num_nodes is None:
         return None
     if num_nodes > 1:
-        return "broadcast"
-    return "memory" if config.cluster.device == "cpu" else "ipc"
+        return BROADCAST
+    return within_a_node(config.cluster.device)
 
 
-def describe_transport(config: RunConfig, name: TransportName | None) -> str:
+def describe_transport(config: RunConfig, kind: TransportKind | None) -> str:
     """Return a transport in words; None is one that the placement will tell."""
-    if name is None:
-        near = "memory" if config.cluster.device == "cpu" else "ipc"
-        return f"{near} on one node, broadcast across nodes"
-    words = {
-        "shared": "rollouts are sampled from the actor's own",
-        "memory": "shared by the processes of a node",
-        "ipc": "device memory, shared by the processes of a node",
-        "broadcast": "to all ranks at once, over the network",
-        "folder": "safetensors in the run's folder",
-    }
-    return f"{name} ({words[name]})"
+    if kind is None:
+        return f"{within_a_node(config.cluster.device).name} on one node, {BROADCAST.name} across nodes"
+    return f"{kind.name} ({kind.words})"
 
 
 def is_streamed(config: RunConfig) -> bool:
     """Whether ranks of the actor and of the rollout role meet to pass weights on."""
-    return transport_name(config) not in ("shared", "folder")
+    kind = transport_kind(config)
+    return kind is None or kind.is_streamed
 
 
 def _num_nodes(config: RunConfig) -> int | None:

@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.shape import ModelShape, role_shapes
-from rallypoint.config.transport import transport_name
+from rallypoint.config.transport import transport_kind
 from rallypoint.config.tree import RunConfig
 from rallypoint.families import FAMILIES, MIXTURES
 from rallypoint.observability.devices import Cores, Device
 from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.pools import num_devices
 from rallypoint.prepare.role_memory import RoleMemory, cache_bytes_per_token
+from rallypoint.transport_kinds import BROADCAST, FOLDER, IPC, MEMORY, SHARED, TransportKind
 
 
 class _Passes(NamedTuple):
@@ -66,7 +67,7 @@ class _Costs:
     """Launches for each row that decodes, to draw its token and keep it."""
     launches_of_call: float
     """Likewise of the driver and the processes that it calls, for each pass over all rows, and each optimizer step."""
-    links: Mapping[str, float]
+    links: Mapping[TransportKind, float]
     """Transport of published weights -> bytes a second."""
 
 
@@ -85,7 +86,7 @@ _OF_ACCELERATORS = _Costs(
     experts=40,
     launches_of_token=0,
     launches_of_call=0,
-    links={"memory": 4e9, "ipc": 2e10, "broadcast": 8e9, "folder": 7e8},
+    links={MEMORY: 4e9, IPC: 2e10, BROADCAST: 8e9, FOLDER: 7e8},
 )
 """As they were measured on an H100 and an H200 with a model of 0.6B; links of several devices are estimated."""
 _OF_CORES = _Costs(
@@ -103,7 +104,7 @@ _OF_CORES = _Costs(
     experts=0,
     launches_of_token=8,
     launches_of_call=2000,
-    links={"memory": 8e9, "broadcast": 2e9, "folder": 9e8},
+    links={MEMORY: 8e9, BROADCAST: 2e9, FOLDER: 9e8},
 )
 """Fitted to the CPU seconds of passes and of decoding, ten small models each, and to runs; docs/cpu.md has the rest.
 
@@ -174,10 +175,10 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device | Cores) -> StepT
             if most:
                 title = memory.role if name == "rollout" else f"{memory.role} {name}"
                 found.append(Phase(title, memory.pool, least, most, max(bounds[1], key=bounds[1].__getitem__)))
-    name = transport_name(config) or "broadcast"
-    if name != "shared" and plan.num_parameters is not None:
-        seconds = plan.num_parameters * pace.size / pace.costs.links[name]
-        found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, name))
+    kind = transport_kind(config) or BROADCAST
+    if kind != SHARED and plan.num_parameters is not None:
+        seconds = plan.num_parameters * pace.size / pace.costs.links[kind]
+        found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, kind.name))
     num = 0 if config.cluster.device == "cpu" else round(num_devices(config))
     return StepTime(tuple(found), num, is_ahead=config.rollout.max_staleness > 0)
 

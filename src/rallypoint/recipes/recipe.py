@@ -29,7 +29,7 @@ from rallypoint.algorithms import (
 )
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import Section
-from rallypoint.config.transport import describe_transport, transport_name
+from rallypoint.config.transport import describe_transport, transport_kind
 from rallypoint.data import EncodedPrompts, EncodedRows, StreamedPrompts, StreamedRows
 from rallypoint.data.prompt_sets import PromptSets
 from rallypoint.environments.attempts import measure_attempts
@@ -114,8 +114,8 @@ class Setup:
             BlockingWatch(self.journal.say, sys._current_frames)
         rollouts = await Rollouts.create(self.placement)
         schedule = Schedule.of(self.config, self.journal, rollouts.num_ranks)
-        if transport_name(self.config) is None:
-            self.journal.say(f"published weights: {describe_transport(self.config, rollouts.transport.name)}")
+        if transport_kind(self.config) is None:
+            self.journal.say(f"published weights: {describe_transport(self.config, rollouts.transport.kind)}")
         mailbox = Mailbox(rollouts, schedule, keeper=self.placement)
         self.placement.refillers["rollout"] = mailbox
         return RolloutSource(

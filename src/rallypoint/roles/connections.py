@@ -23,6 +23,7 @@ from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.publishing import Stream
+from rallypoint.transport_kinds import TransportKind, within_a_node
 from rallypoint.weights import Exposed, Receiver, TransferPlan, Transport, fingerprint, join, published_folder
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.relay import Relay, relayed
@@ -52,7 +53,7 @@ class StreamConnection:
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
         device = self._spec.config.cluster.device
-        self._transport = join(stream.name, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
+        self._transport = join(stream.kind, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
     def met(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
         """Meet the others for a process that cannot come itself; see `same_node.met`."""
@@ -171,7 +172,7 @@ class ServerReplica:
         plan.manifest.check(self._server.outline.weights)
         self._leave()
         self._plan, rank = plan, self._context.rank
-        if stream.name == "broadcast":
+        if not stream.kind.within_node:
             self._place: int | None = plan.place_of_receiver(rank)
             assert stream.num_parts is not None, "the server has workers"
             with contextlib.ExitStack() as unless_connected:
@@ -181,16 +182,18 @@ class ServerReplica:
                 unless_connected.pop_all()
             return
         self._place, given_up = plan.place_of_process(rank), threading.Event()
-        with self._together(lambda: self._join(stream.name, plan, given_up), given_up):
+        with self._together(lambda: self._join(stream.kind, plan, given_up), given_up):
             if self._place is not None:
                 assert self._actor is not None, "the actor's rank of this process left its parts"
                 self._connection.open(stream, plan, self._place, self._actor.exposed())
 
-    def _join(self, way: str, plan: TransferPlan, given_up: threading.Event, own: Sequence[bytes] = ()) -> str:
+    def _join(
+        self, kind: TransportKind, plan: TransferPlan, given_up: threading.Event, own: Sequence[bytes] = ()
+    ) -> str:
         """Have the server's workers connect; those who wait for them are told if they cannot.
 
         Args:
-            way: see `Invitation`.
+            kind: see `Invitation`.
             plan: whose receivers they are.
             given_up: see `VllmConnection.join`.
             own: addresses of members; empty if these are to be met.
@@ -207,7 +210,7 @@ class ServerReplica:
                         addresses, *_ = threads.map(lambda place: self._connection.met(plan, place, given_up), places)
                     unless_joined.callback(leave_out, plan, places, addresses)
                 pieces = {name: self._server.outline.sources(name, shape) for name, (_, shape) in shapes.items()}
-                return Invitation(way, plan, places, addresses, pieces).text()
+                return Invitation(kind, plan, places, addresses, pieces).text()
 
             self._server.join(invite, given_up)
             unless_joined.pop_all()
@@ -216,14 +219,14 @@ class ServerReplica:
     def _relay_to(self, own: TransferPlan, timeout_s: float) -> None:
         """Have the server's workers connect to this process; the server may be started until then."""
         given_up, device = threading.Event(), self._context.device
-        way = "memory" if device == "cpu" else "ipc"
+        kind = within_a_node(device)
         at = torch.device(device) if device == "cpu" else torch.device(device, torch.accelerator.current_device_index())
         with (
             Listener() as listener,
-            self._together(lambda: self._join(way, own, given_up, [listener.address]), given_up),
+            self._together(lambda: self._join(kind, own, given_up, [listener.address]), given_up),
         ):
             try:
-                self._outlet = relay(own, listener, kinds_of_memory(way, at), timeout_s)
+                self._outlet = relay(own, listener, kinds_of_memory(kind, at), timeout_s)
             except RallyError:
                 given_up.set()
                 listener.close()

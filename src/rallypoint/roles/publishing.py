@@ -25,9 +25,10 @@ import xxhash
 
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
-from rallypoint.config.transport import TransportName, transport_name
+from rallypoint.config.transport import transport_kind
 from rallypoint.errors import CheckpointError, PlacementError, WeightsMismatchError, WorkerError, first_line
 from rallypoint.models import ModelShard
+from rallypoint.transport_kinds import FOLDER, SHARED, TransportKind
 from rallypoint.weights import (
     HEADER_BYTES,
     Held,
@@ -39,7 +40,6 @@ from rallypoint.weights import (
     share_trained,
 )
 from rallypoint.weights.manifest import Checksum
-from rallypoint.weights.transports import BUCKET_BYTES, DEVICE_BROADCAST_BYTES
 
 _WATCHDOG_S = 10.0
 """Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
@@ -139,7 +139,7 @@ class Replica(Protocol):
 class WeightTransport(abc.ABC):
     """A way of weights from the actor to the rollout role."""
 
-    name: TransportName
+    kind: TransportKind
 
     @abc.abstractmethod
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
@@ -158,6 +158,8 @@ class WeightTransport(abc.ABC):
 class SharedTensors(WeightTransport):
     """The rollout role samples from the actor's own tensors: nothing travels."""
 
+    kind: TransportKind = SHARED
+
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`."""
         await subscriber.load(actor.version)
@@ -172,6 +174,8 @@ class SharedTensors(WeightTransport):
 @dataclasses.dataclass(slots=True)
 class WrittenFolder(WeightTransport):
     """The actor's first rank writes a folder, which every rank reads."""
+
+    kind: TransportKind = FOLDER
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`."""
@@ -204,12 +208,12 @@ class Stream(WeightTransport):
     """Ranks that share each server, the first of which has it."""
 
     @classmethod
-    def of(cls, name: TransportName, config: RunConfig) -> Stream:
+    def of(cls, kind: TransportKind, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
         num_parts = config.rollout.mesh.tp if config.rollout.engine == "vllm" else None
         num_sharing = config.mesh("rollout")["tp"]
-        return cls(name, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts, num_sharing=num_sharing)
+        return cls(kind, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts, num_sharing=num_sharing)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`; what servers do not get from memory, they get from a folder."""
@@ -224,7 +228,7 @@ class Stream(WeightTransport):
             self._num_failed += 1
             self.is_refused |= self._num_failed == _MOST_FAILED
             _LOG.warning("published weights take a folder to the servers: %s", first_line(error))
-        await WrittenFolder("folder").publish(actor, subscriber)
+        await WrittenFolder().publish(actor, subscriber)
 
     async def _send(self, actor: Publisher, subscriber: Subscriber) -> None:
         if not self.is_open:
@@ -252,7 +256,8 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
         config: of the run.
         shard: of the actor, before an engine has it.
     """
-    may_stay = config.cluster.device == "cpu" and transport_name(config) in ("memory", None)
+    kind = transport_kind(config)
+    may_stay = config.cluster.device == "cpu" and (kind is None or kind.within_node)
     if not may_stay or "actor" in config.sleeping or shard.sharding.half is not None:
         return None
     return share_trained(shard.model)
@@ -284,16 +289,16 @@ def transport_between(config: RunConfig, actor: Sequence[Process], rollout: Sequ
         PlacementError: the config names one that does not lead there.
     """
     nodes = {process.info.node_id: process.info.node for process in (*actor, *rollout)}
-    name = transport_name(config, len(nodes))
-    assert name is not None, "it is known where the processes are"
-    if name in ("memory", "ipc") and len(nodes) > 1:
+    kind = transport_kind(config, len(nodes))
+    assert kind is not None, "it is known where the processes are"
+    if kind.within_node and len(nodes) > 1:
         raise PlacementError(
-            f"rollout.weights={name} leads from process to process of one node, but actor and rollout are on "
+            f"rollout.weights={kind.name} leads from process to process of one node, but actor and rollout are on "
             f"{len(nodes)} ({', '.join(sorted(nodes.values()))}); expected auto, broadcast or folder"
         )
-    if name == "shared":
-        return SharedTensors(name)
-    return WrittenFolder(name) if name == "folder" else Stream.of(name, config)
+    if kind.is_streamed:
+        return Stream.of(kind, config)
+    return SharedTensors() if kind == SHARED else WrittenFolder()
 
 
 def make_plan(
@@ -313,8 +318,7 @@ def make_plan(
         actor: the processes of its ranks.
         rollout: the processes of the rollout role's ranks.
     """
-    of_devices = stream.name == "broadcast" and stream.checksum == "sums"
-    bucket_bytes = (DEVICE_BROADCAST_BYTES if of_devices else BUCKET_BYTES[stream.name]) + HEADER_BYTES
+    bucket_bytes = stream.kind.bucket_mib[stream.checksum == "sums"] * 2**20 + HEADER_BYTES
     manifest = Manifest.of(held, bucket_bytes=bucket_bytes, checksum=stream.checksum)
     roots = {bucket.sender for bucket in manifest.buckets}
     takers = {id(process): rank for rank, process in enumerate(rollout)}
@@ -323,7 +327,7 @@ def make_plan(
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
     if stream.num_parts is not None:
         with_server = range(0, len(rollout), stream.num_sharing)
-        is_relayed = stream.name == "broadcast"  # by the process of each rank with a server
+        is_relayed = not stream.kind.within_node  # by the process of each rank with a server
         members = tuple(
             one for one in members if one.sender is not None or (is_relayed and one.receiver in with_server)
         )

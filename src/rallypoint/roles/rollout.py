@@ -288,7 +288,7 @@ class Rollouts:
                 return
             for rank in sorted(self._lacking):
                 sharing = self._group.mesh.sharing(rank)
-                await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder("folder"), written)
+                await self._group.call_ranks(sharing, RolloutWorker.load, version, WrittenFolder(), written)
                 self._lacking.discard(rank)
             published_folder.remove_others(written)  # a server that is started again reads it, too
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from rallypoint.config import RECIPES, WATCHED, RunConfig
 from rallypoint.config.fields import nested
-from rallypoint.config.transport import transport_name
+from rallypoint.config.transport import transport_kind
 from rallypoint.extras import find_unusable
 from rallypoint.journal import STEP, TIME, RunBegan, RunState, StepDone, fold, read_journal
 from rallypoint.observability.health import health
@@ -71,7 +71,8 @@ class RunInfo:
             for done in (before.steps, before.validations)
         )
         ranks = ", ".join(f"{role} x{config.num_ranks(role)}" for role in config.roles)
-        weights = f"; weights: {transport_name(config) or 'as placed'}" if "rollout" in config.roles else ""
+        kind = transport_kind(config)
+        weights = f"; weights: {kind.name if kind else 'as placed'}" if "rollout" in config.roles else ""
         return cls(
             name=folder.path.name,
             algorithm=config.recipe,

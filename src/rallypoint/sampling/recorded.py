@@ -32,6 +32,7 @@ from rallypoint.run.rollouts import read_rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.sampled import Sampled, penalty_of
+from rallypoint.transport_kinds import FOLDER
 from rallypoint.types import Mean, Metrics, RolloutBatch, Sum, offsets_from_lengths
 from rallypoint.weights import TransferPlan
 
@@ -72,7 +73,7 @@ class RecordedSource:
         self.validated: StepRollouts | None = None
         self.done = PromptsDone()
         self.num_admitted = 0
-        self.role = _Nobody(_KeptLogprobs("folder", recorded))
+        self.role = _Nobody(_KeptLogprobs(FOLDER, recorded))
         self.step = 0
         """Step whose batch was taken."""
         self._config, self._recorded, self._grader, self._say = config, recorded, grader, say

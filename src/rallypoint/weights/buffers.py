@@ -22,6 +22,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from rallypoint.transport_kinds import TransportKind
+
 Handle: TypeAlias = tuple[bytes, Sequence[int]]
 """What another process needs to open the memory: bytes, and open files."""
 
@@ -144,11 +146,11 @@ class DeviceMemory:
         torch.accelerator.current_stream(self._device).synchronize()
 
 
-def kinds_of_memory(way: str, device: torch.device) -> tuple[Buffers, ...]:
+def kinds_of_memory(kind: TransportKind, device: torch.device) -> tuple[Buffers, ...]:
     """Return the kinds of memory that a transport of one node can go through, the best one first.
 
     Args:
-        way: "memory" or "ipc".
+        kind: of the transport.
         device: of this process.
     """
-    return (DeviceMemory(device, TorchHandles()), HostMemory()) if way == "ipc" else (HostMemory(),)
+    return (DeviceMemory(device, TorchHandles()), HostMemory()) if kind.of_devices else (HostMemory(),)

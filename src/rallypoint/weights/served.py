@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rallypoint.model_files.pieces import Piece, stored_tensors
 from rallypoint.models.part import Part
+from rallypoint.transport_kinds import TRANSPORT_KINDS, TransportKind
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.endpoints import Receiver, Runs
 from rallypoint.weights.manifest import CHECKSUM_BYTES, CHECKSUMS_START, RELAY, Held, Manifest
@@ -29,8 +30,8 @@ from rallypoint.weights.transfer import Participant, TransferPlan
 class Invitation:
     """What the workers of a server are told to take part in a transfer."""
 
-    way: str
-    """Name of the transport, "memory" or "ipc"."""
+    kind: TransportKind
+    """Of the transport, within a node."""
     plan: TransferPlan
     places: Sequence[int]
     """Indices of the workers among the members."""
@@ -52,7 +53,7 @@ class Invitation:
         }
         return json.dumps(
             {
-                "way": self.way,
+                "kind": self.kind.name,
                 "name": plan.name,
                 "members": list(map(dataclasses.astuple, plan.members)),
                 "timeout_s": plan.timeout_s,
@@ -82,7 +83,7 @@ class Invitation:
             for name, found in told["pieces"].items()
         }
         return cls(
-            way=told["way"],
+            kind=TRANSPORT_KINDS[told["kind"]],
             plan=TransferPlan(told["name"], members, manifest, told["timeout_s"]),
             places=told["places"],
             addresses=[bytes.fromhex(address) for address in told["addresses"]],
@@ -109,7 +110,7 @@ class ServerReceiver:
         self.digest = ""
         """Digest of the checksums of what was received last."""
         self._transport: SameNodeTransport = join_as_receiver(
-            invitation.plan, invitation.places[worker], invitation.addresses, kinds_of_memory(invitation.way, device)
+            invitation.plan, invitation.places[worker], invitation.addresses, kinds_of_memory(invitation.kind, device)
         )
 
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:

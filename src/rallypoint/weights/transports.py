@@ -15,16 +15,12 @@ import torch.distributed as dist
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel import Device, Group, meet
+from rallypoint.transport_kinds import TransportKind
 from rallypoint.weights import same_node
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.endpoints import Sender, Sink
 from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
-
-BUCKET_BYTES = {"memory": 2 * 2**20, "ipc": 16 * 2**20, "broadcast": 4 * 2**20}
-"""Size of a bucket. One that is copied twice by a processor stays in its cache in between."""
-DEVICE_BROADCAST_BYTES = 64 * 2**20
-"""Size of one that accelerators broadcast, which is done in large messages."""
 
 
 class Transport(Protocol):
@@ -95,25 +91,33 @@ class BroadcastTransport:
 
 
 def join(
-    way: str, rendezvous: Rendezvous, plan: TransferPlan, place: int, *, device: Device, exposed: Exposed | None = None
+    kind: TransportKind,
+    rendezvous: Rendezvous,
+    plan: TransferPlan,
+    place: int,
+    *,
+    device: Device,
+    exposed: Exposed | None = None,
 ) -> Transport:
     """Meet the other members of a transfer.
 
     Args:
-        way: "memory", "ipc" or "broadcast".
+        kind: one whose members meet.
         rendezvous: where to meet.
         plan: the members and the manifest.
         place: index of this member.
         device: where the weights are.
-        exposed: weights of this member that others read in place; only "memory" uses them.
+        exposed: weights of this member that others read in place, where processors have both.
 
     Raises:
         PublishError: some members did not come; they are named.
         PeerFailedError: another member went away.
     """
-    if way != "broadcast":
-        own = torch.device(device, torch.accelerator.current_device_index()) if way == "ipc" else torch.device(device)
-        return same_node.join(rendezvous, plan, place, exposed=exposed, buffers=kinds_of_memory(way, own))
+    if kind.within_node:
+        own = torch.device(device)
+        if kind.of_devices:
+            own = torch.device(device, torch.accelerator.current_device_index())
+        return same_node.join(rendezvous, plan, place, exposed=exposed, buffers=kinds_of_memory(kind, own))
     return join_broadcast(rendezvous, plan, place, device)
 
 

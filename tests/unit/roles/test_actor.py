@@ -145,7 +145,7 @@ def test_beside_an_unsharded_actor_rollouts_are_sampled_from_its_own_memory_and_
     rollout = RolloutWorker(context, spec, shares_actor=True)
     before = sample(rollout, 4, 9, version=0)
     worker.train(cut(judged(worker), num_epochs=3), 20)
-    rollout.load(3, SharedTensors("shared"), None)
+    rollout.load(3, SharedTensors(), None)
     owned, sampled = worker.engine.shard.trained(), trained_weights(rollout._shard.model)
     assert owned.keys() == sampled.keys()
     for name, weight in owned.items():
@@ -652,7 +652,7 @@ def test_with_adapters_only_they_are_published_and_the_reference_keeps_the_initi
     assert all(".lora_" in name for name in held)
     published, why = actor.write_published(3)
     assert why == ""
-    folder = WrittenFolder("folder")
+    folder = WrittenFolder()
     rollout.load(3, folder, published)
     sampled = sample(rollout, 2, 5, version=3)
     with pytest.raises(WeightsMismatchError, match="expected weights of version 5, found 3"):

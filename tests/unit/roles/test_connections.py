@@ -22,6 +22,7 @@ from rallypoint.model_files.pieces import same_names
 from rallypoint.models import Part
 from rallypoint.roles.connections import ServerReplica, StreamConnection
 from rallypoint.roles.publishing import Stream, make_plan
+from rallypoint.transport_kinds import BROADCAST, MEMORY
 from rallypoint.weights import Held, Sender
 from rallypoint.weights.relay import Relay
 from rallypoint.weights.served import Invitation, ServerReceiver
@@ -69,7 +70,7 @@ class Run:
         spec = SimpleNamespace(rendezvous=rendezvous, config=SimpleNamespace(cluster=SimpleNamespace(device="cpu")))
         self.connection = StreamConnection(context, spec)
         self.replica = ServerReplica(self.connection, context, self.server, None)
-        self.stream = Stream("broadcast", "xxh3", timeout_s, num_parts=2)
+        self.stream = Stream(BROADCAST, "xxh3", timeout_s, num_parts=2)
 
     def connect(self):
         plan = make_plan(self.stream, HELD, [object()], [object()])
@@ -218,7 +219,7 @@ def test_a_server_that_has_all_of_a_version_may_load_it_although_the_call_is_can
 
 def test_a_cancelled_connection_waits_no_longer_for_ranks_that_do_not_come(rendezvous, cancelled):
     run, begun = Run(rendezvous, timeout_s=600.0), threading.Event()
-    stream = Stream("memory", "xxh3", 600.0, num_parts=2)
+    stream = Stream(MEMORY, "xxh3", 600.0, num_parts=2)
     meet, run.connection.met = run.connection.met, lambda *given: (begun.set(), meet(*given))[1]
     plan = make_plan(stream, HELD, [object()], [object()])
     assert isinstance(cancelled(lambda: run.replica.connect(stream, plan), begun), CallCancelledError)

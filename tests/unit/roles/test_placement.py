@@ -10,7 +10,7 @@ import torch
 from rallypoint.cluster import Mesh, WorkerContext, merge
 from rallypoint.cluster.process import ProcessInfo
 from rallypoint.config import load_config
-from rallypoint.config.transport import transport_name
+from rallypoint.config.transport import transport_kind
 from rallypoint.errors import PlacementError
 from rallypoint.prepare.pools import pools_of
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
@@ -112,7 +112,7 @@ def test_weights_take_a_way_that_fits_where_the_roles_are(host_on):
         (("rollout.engine=vllm", "model.lora={rank: 4}"), (here, here), "folder"),
         ((*split, "rollout.engine=vllm", "model.lora={rank: 4}"), (here, there), "folder"),
     ):
-        assert transport_between(load_config("digits", overrides).config, *nodes).name == way
+        assert transport_between(load_config("digits", overrides).config, *nodes).kind.name == way
     forced = load_config("digits", (*split, "rollout.weights=memory", "cluster.address=auto")).config
     with pytest.raises(PlacementError, match=r"rollout.weights=memory leads .* of one node, but .* are on 2 \(a, b\)"):
         transport_between(forced, here, there)
@@ -127,4 +127,5 @@ def test_the_way_of_weights_is_known_before_the_placement_where_the_config_says_
         (("cluster.pools={main: [1, 1]}", "actor.mesh.dp_shard=2", "critic.mesh.dp_shard=2", there), "broadcast"),
         (("cluster.pools={main: [2]}", "actor.mesh.tp=2", there), "memory"),
     ):
-        assert transport_name(load_config("digits", overrides).config) == way
+        kind = transport_kind(load_config("digits", overrides).config)
+        assert (kind and kind.name) == way

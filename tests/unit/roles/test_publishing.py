@@ -12,6 +12,7 @@ from rallypoint.models import Part
 from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
 from rallypoint.roles.rollout import Rollouts
+from rallypoint.transport_kinds import BROADCAST, MEMORY
 from rallypoint.weights import Held
 from rallypoint.weights.relay import relayed
 
@@ -58,7 +59,7 @@ def publish(stream, run, times=1):
 
 
 def served():
-    return Stream("memory", "xxh3", 10.0, num_parts=1)
+    return Stream(MEMORY, "xxh3", 10.0, num_parts=1)
 
 
 def test_servers_are_connected_once_and_get_weights_from_memory(tmp_path):
@@ -80,12 +81,12 @@ def test_a_version_that_does_not_arrive_comes_from_a_folder_and_the_next_one_fro
 
 def test_ranks_with_a_model_of_their_own_have_no_folder_to_fall_back_to(tmp_path):
     with pytest.raises(WorkerError):
-        publish(Stream("memory", "xxh3", 10.0), Run(tmp_path, "load"))
+        publish(Stream(MEMORY, "xxh3", 10.0), Run(tmp_path, "load"))
 
 
 def test_the_workers_of_servers_receive_and_processes_only_send():
     one, other, third = object(), object(), object()
-    plan = make_plan(Stream("memory", "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    plan = make_plan(Stream(MEMORY, "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
     names = [member.name for member in plan.members]
     assert names == [
         "actor rank 0 and rollout rank 0",
@@ -99,7 +100,7 @@ def test_the_workers_of_servers_receive_and_processes_only_send():
 def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
     processes = [object() for _ in range(4)]
     held = [{f"w{rank}": next(iter(HELD[0].values()))} for rank in range(4)]
-    stream = Stream("memory", "xxh3", 10.0, num_parts=2, num_sharing=2)
+    stream = Stream(MEMORY, "xxh3", 10.0, num_parts=2, num_sharing=2)
     plan = make_plan(stream, held, processes, processes)
     names = [member.name for member in plan.members]
     assert names == [
@@ -112,7 +113,7 @@ def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
 
 def test_processes_pass_on_to_their_servers_what_is_broadcast():
     one, other, third = object(), object(), object()
-    plan = make_plan(Stream("broadcast", "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    plan = make_plan(Stream(BROADCAST, "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
     assert [member.name for member in plan.members] == ["actor rank 0 and rollout rank 0", "rollout rank 1"]
     own = relayed(plan, 1, num_parts=2)
     assert [member.name for member in own.members] == [
@@ -127,7 +128,7 @@ def test_processes_pass_on_to_their_servers_what_is_broadcast():
 
 def test_of_ranks_that_share_a_server_the_first_passes_on_and_others_send_what_they_have():
     processes, held = [object() for _ in range(4)], [{f"w{rank}": HELD[0]["a"]} for rank in range(3)]
-    stream = Stream("broadcast", "xxh3", 10.0, num_parts=2, num_sharing=2)
+    stream = Stream(BROADCAST, "xxh3", 10.0, num_parts=2, num_sharing=2)
     apart = make_plan(stream, held, [object() for _ in range(3)], processes)
     assert [(member.sender, member.receiver) for member in apart.members[3:]] == [(None, 0), (None, 2)]
     plan = make_plan(stream, held, processes, processes)
@@ -246,5 +247,5 @@ def test_a_rank_that_is_lost_while_the_actor_trains_samples_from_the_next_weight
 @pytest.mark.parametrize(("checksum", "num_messages"), [("xxh3", 4), ("sums", 1)])
 def test_accelerators_broadcast_in_larger_messages(checksum, num_messages):
     held = [{"a": Held(torch.float32, Part.whole([1024, 4000]))}]
-    plan = make_plan(Stream("broadcast", checksum, 10.0), held, [object()], [object()])
+    plan = make_plan(Stream(BROADCAST, checksum, 10.0), held, [object()], [object()])
     assert len(plan.manifest.buckets) == num_messages

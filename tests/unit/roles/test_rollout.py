@@ -63,7 +63,7 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
-    rollout.load(1, SharedTensors("shared"), None)
+    rollout.load(1, SharedTensors(), None)
     rest = rollout.advance_guests(SliceRequest())
     while rest[-1].finish_reason is None:  # on a busy machine a slice is not enough
         rest += rollout.advance_guests(SliceRequest())

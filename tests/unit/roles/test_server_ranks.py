@@ -102,7 +102,7 @@ def test_a_slice_that_fails_is_not_waited_for(pair):
 
 def test_one_that_follows_reads_no_folder(pair, tmp_path):
     _, _, follower, _ = pair
-    assert follower.load(3, WrittenFolder("folder"), tmp_path) is None
+    assert follower.load(3, WrittenFolder(), tmp_path) is None
 
 
 @pytest.mark.parametrize("others", ["", "2,3"])

@@ -14,6 +14,7 @@ from rallypoint.errors import WeightsMismatchError
 from rallypoint.model_files import load_policy
 from rallypoint.models import trained_weights
 from rallypoint.roles.publishing import Stream, make_plan
+from rallypoint.transport_kinds import IPC
 from rallypoint.weights import Held, Receiver, Sender, same_node
 from rallypoint.weights.buffers import DeviceMemory, HostMemory
 
@@ -38,7 +39,7 @@ class Colocated:
             {name: Held(shard.sharding.half or tensor.dtype, shard.parts[name]) for name, tensor in own.items()}
             for shard, own in actor
         ]
-        stream = Stream.of("ipc", config)
+        stream = Stream.of(IPC, config)
         self.plan = make_plan(stream, held, processes[: len(actor)], processes[: num_rollout or len(actor)])
         self.models = {place: make_model() for place in self.plan.receivers}
         self.lines = self.each(

@@ -9,6 +9,7 @@ from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import PeerFailedError, PublishError, RallyError, WeightsMismatchError
 from rallypoint.model_files.pieces import same_names
 from rallypoint.models import Part
+from rallypoint.transport_kinds import MEMORY
 from rallypoint.weights import same_node
 from rallypoint.weights.buffers import HostMemory
 from rallypoint.weights.endpoints import Receiver, Sender
@@ -52,7 +53,7 @@ class Nodes:
         self.server = self.plan.place_of_receiver(0)
         own = relayed(self.plan, 0, num_workers)
         with Listener() as listener, ThreadPoolExecutor(num_workers) as pool:
-            told = Invitation.read(Invitation("memory", own, own.receivers, [listener.address], PIECES).text())
+            told = Invitation.read(Invitation(MEMORY, own, own.receivers, [listener.address], PIECES).text())
             joining = [pool.submit(ServerReceiver, told, worker, CPU) for worker in range(num_workers)]
             self.outlet = same_node.relay(own, listener, (HostMemory(),), own.timeout_s)
             self.workers = [one.result() for one in joining]

@@ -9,6 +9,7 @@ from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import PeerFailedError, RallyError, WeightsMismatchError
 from rallypoint.model_files.pieces import Piece, same_names
 from rallypoint.models import Part
+from rallypoint.transport_kinds import MEMORY
 from rallypoint.weights import same_node, share
 from rallypoint.weights.endpoints import Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
@@ -58,7 +59,7 @@ class Served:
         places = self.plan.places_of_receiver(0)
         with ThreadPoolExecutor(len(places)) as pool:
             addresses, *_ = pool.map(lambda place: same_node.met(self.rendezvous, self.plan, place), places)
-        return Invitation.read(Invitation("memory", self.plan, places, addresses, pieces()).text())
+        return Invitation.read(Invitation(MEMORY, self.plan, places, addresses, pieces()).text())
 
     def open(self, rank):
         memory = self.memory[rank]

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Strict, Tag
 from rallypoint.config.fields import Section, Texts, key, section
 from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.config.sections.places import PlacementConfig, RolloutMeshConfig
+from rallypoint.transport_kinds import WantedTransport
 
 
 class ToolConfig(Section):
@@ -115,7 +116,7 @@ class RolloutConfig(Section):
         unit="tokens",
         help="Size of the KV cache of a process; null: all rows at their longest, on GPUs as far as free memory goes.",
     )
-    weights: Literal["auto", "memory", "ipc", "broadcast", "folder"] = key(
+    weights: WantedTransport = key(
         "auto",
         help="Transport of published weights to ranks with a model of their own; auto: what fits their placement.",
     )
