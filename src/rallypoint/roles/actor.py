@@ -324,7 +324,10 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     async def _digest(self) -> str:
         """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
-        digests = await self._group.call(ActorWorker.fingerprint)
-        places = map(self._group.mesh.coordinates, range(len(digests)))
-        parts = [(place["dp_shard"], place["ep"], place["tp"]) for place in places]
-        return joint_digest(f"the actor's ranks hold different weights at version {self.version}", digests, parts)
+        digests = dict(enumerate(await self._group.call(ActorWorker.fingerprint)))
+
+        def part_of(rank: int) -> tuple[int, ...]:
+            place = self._group.mesh.coordinates(rank)
+            return place["dp_shard"], place["ep"], place["tp"]
+
+        return joint_digest(f"the actor's ranks hold different weights at version {self.version}", digests, part_of)

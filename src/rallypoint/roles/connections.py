@@ -248,7 +248,7 @@ class ServerReplica:
         """See `Replica`; a relay goes on without its server, for the other ranks."""
         given_up, sink = threading.Event(), None
         if self._outlet is not None:
-            sink = Relay(self._plan.manifest, version, self._outlet)
+            sink = Relay(self._plan.manifest, self._outlet)
         is_direct = sink is None
         grace_s = 0.0 if is_direct else _GRACE_S
         receive = functools.partial(self._server.receive, version, given_up)

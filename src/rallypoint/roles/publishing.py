@@ -263,20 +263,20 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
     return share_trained(shard.model)
 
 
-def joint_digest(what: str, digests: Sequence[str], parts: Sequence[tuple[int, ...]]) -> str:
+def joint_digest(what: str, digests: Mapping[int, str], part_of: Callable[[int], tuple[int, ...]]) -> str:
     """Return one digest of weights from those of the ranks' parts.
 
     Args:
         what: is wrong if ranks differ, for the error.
-        digests: of what each rank holds.
-        parts: which part that is; ranks with one part should hold equal weights.
+        digests: of what each rank holds that has one, by rank.
+        part_of: which part a rank holds; ranks with one part should hold equal weights.
 
     Raises:
         WeightsMismatchError: they do not.
     """
-    different = sorted(set(zip(parts, digests, strict=True)))
-    if len(different) > len(set(parts)):
-        ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in enumerate(digests))
+    different = sorted({(part_of(rank), digest) for rank, digest in digests.items()})
+    if len(different) > len({part for part, _ in different}):
+        ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in digests.items())
         raise WeightsMismatchError(f"{what}: {ranks}")
     found = [digest for _, digest in different]
     return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("".join(found).encode())

@@ -317,4 +317,4 @@ class Rollouts:
         self._lacking.clear()
         own = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
         what, num = f"the ranks that sample hold different weights of version {version}", self._group.mesh.axes["tp"]
-        return joint_digest(what, list(own.values()), [(rank % num,) for rank in own]) if own else None
+        return joint_digest(what, own, lambda rank: (rank % num,)) if own else None

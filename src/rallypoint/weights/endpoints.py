@@ -94,8 +94,8 @@ class Sender:
 class Sink(Protocol):
     """What the buckets of one version are handed to, in order."""
 
-    def take(self, index: int, source: Sender) -> None:
-        """Take a bucket of this process's own, straight from the weights."""
+    def take(self, index: int, source: Sender, packed: Tensor | None = None) -> None:
+        """Take a bucket of this process's own, straight from the weights, or as it was packed for others."""
         ...
 
     def unpack(self, index: int, memory: Tensor, in_place: Runs | None = None) -> None:
@@ -127,8 +127,9 @@ class Receiver:
         self._unread: list[tuple[int, Tensor]] = []
         """Buckets unpacked on an accelerator: index, and [version, index, whether each rectangle is damaged]."""
 
-    def take(self, index: int, source: Sender) -> None:
+    def take(self, index: int, source: Sender, packed: Tensor | None = None) -> None:
         """Copy a bucket of this process's own, straight from the weights."""
+        del packed
         for rectangle in self._manifest.buckets[index].rectangles:
             run, target = source.run(rectangle), self._bytes.run(rectangle, rectangle.target)
             if run is None or target is None:

@@ -41,17 +41,17 @@ class Relay:
     If a worker is lost, the buckets that follow are dropped, so that other ranks get theirs: see `problem`.
     """
 
-    def __init__(self, manifest: Manifest, version: int, outlet: Outlet) -> None:
+    def __init__(self, manifest: Manifest, outlet: Outlet) -> None:
         """Begin; the outlet is closed as soon as something fails."""
-        self._manifest, self._version, self._outlet = manifest, version, outlet
+        self._manifest, self._outlet = manifest, outlet
         self.problem: PeerFailedError | PublishError | None = None
         """Why buckets are no longer passed on."""
 
-    def take(self, index: int, source: Sender) -> None:
-        """Pack a bucket of this process's own."""
-        if (slot := self._free_slot()) is not None:
-            source.pack(self._manifest, index, self._version, slot)
-            self._show()
+    def take(self, index: int, source: Sender, packed: Tensor | None = None) -> None:
+        """Copy a bucket of this process's own, as it was packed for the other ranks."""
+        del source
+        assert packed is not None, "what is broadcast was packed"
+        self.unpack(index, packed)
 
     def unpack(self, index: int, memory: Tensor, in_place: Runs | None = None) -> None:
         """Copy a bucket that arrived, damaged or not."""

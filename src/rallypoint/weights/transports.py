@@ -71,7 +71,7 @@ class BroadcastTransport:
                 if previous is not None:
                     self._group.wait(previous)
                     if sink is not None and source is not None and buckets[index - 1].sender == self._rank:
-                        sink.take(index - 1, source)
+                        sink.take(index - 1, source, self._memory[(index - 1) % 2])
                     elif sink is not None:
                         sink.unpack(index - 1, self._memory[(index - 1) % 2])
                     tick()

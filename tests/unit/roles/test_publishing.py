@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rallypoint.cluster import Mesh
-from rallypoint.errors import WorkerError
+from rallypoint.errors import WeightsMismatchError, WorkerError
 from rallypoint.models import Part
 from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.roles.rank_engine import SliceRequest, SliceResult
@@ -249,3 +249,28 @@ def test_accelerators_broadcast_in_larger_messages(checksum, num_messages):
     held = [{"a": Held(torch.float32, Part.whole([1024, 4000]))}]
     plan = make_plan(Stream(BROADCAST, checksum, 10.0), held, [object()], [object()])
     assert len(plan.manifest.buckets) == num_messages
+
+
+class Answering(Ranks):
+    """Ranks that share servers two by two, the first of each with a digest of its weights."""
+
+    mesh = Mesh({"dp_replicate": 2, "tp": 2})
+
+    async def call(self, method, *args):
+        return self.slices
+
+
+@pytest.mark.parametrize(
+    ("digests", "named"),
+    [
+        (["a" * 9, None, "b" * 9, None], "rank 0: aaaaaaaa, rank 2: bbbbbbbb"),
+        (
+            ["a" * 9, "c" * 9, "a" * 9, "b" * 9],
+            "rank 0: aaaaaaaa, rank 1: cccccccc, rank 2: aaaaaaaa, rank 3: bbbbbbbb",
+        ),
+    ],
+    ids=["servers", "own models"],
+)
+def test_ranks_that_hold_different_weights_are_named(digests, named):
+    with pytest.raises(WeightsMismatchError, match=f"different weights of version 3: {named}$"):
+        asyncio.run(Rollouts(Answering(*digests), served()).load(3))

@@ -62,7 +62,7 @@ class Nodes:
 
     def publish(self, version, *, expected=None, receive=None):
         """Return what each worker got, and what came of it at each place of the broadcast; errors, too."""
-        relay = Relay(self.plan.manifest, version, self.outlet)
+        relay = Relay(self.plan.manifest, self.outlet)
 
         def attempt(do, *given):
             try:
@@ -130,6 +130,27 @@ def test_every_worker_of_a_server_gets_the_weights_that_other_ranks_get(make, nu
                 tensor.mul_(-3.0)
     assert [len(each) for each in digests] == [1, 1]
     assert digests[0] != digests[1]
+
+
+class Counted:
+    """A source that counts how often each bucket is packed."""
+
+    def __init__(self, inner):
+        self.inner, self.packed = inner, []
+
+    def pack(self, manifest, index, version, memory):
+        self.packed.append(index)
+        self.inner.pack(manifest, index, version, memory)
+
+
+def test_a_rank_that_sends_and_relays_packs_each_bucket_once(make):
+    nodes = make(colocated=True)
+    nodes.sources[0] = Counted(nodes.sources[0])
+    received, outcomes = nodes.publish(1)
+    assert not any(outcomes)
+    assert len(received) == 2
+    own = [index for index, bucket in enumerate(nodes.plan.manifest.buckets) if bucket.sender == 0]
+    assert nodes.sources[0].packed == own
 
 
 class Damaged:
