@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rallypoint.config import RunConfig
-from rallypoint.errors import ScheduleError
+from rallypoint.errors import RallyError, ScheduleError
 from rallypoint.generation import Request
 from rallypoint.journal import (
     Event,
@@ -190,6 +190,8 @@ class ScheduleReplay:
         self._arrived: list[dict[Name, tuple[int, Request]]] = [{} for _ in range(recorded.num_ranks)]
         self._cancelled: list[list[int]] = [[] for _ in range(recorded.num_ranks)]
         self._has_changed = asyncio.Event()
+        self._problem: RallyError | None = None
+        """Why a rank will not take the slices that others wait for."""
 
     def wake(self) -> None:
         """Look again: a request has come."""
@@ -210,7 +212,12 @@ class ScheduleReplay:
             self._events.remove(event)
         new = tuple(self._arrived[rank].pop(name) for name in names)
         cancelled = tuple(self._cancelled[rank])
-        done = await send(dataclasses.replace(asked, new=new, cancelled=cancelled, num_steps=num_steps))
+        try:
+            done = await send(dataclasses.replace(asked, new=new, cancelled=cancelled, num_steps=num_steps))
+        except RallyError as error:
+            self._problem = error
+            self._has_changed.set()
+            raise
         self._cancelled[rank].clear()
         self._has_changed.set()
         return done
@@ -292,26 +299,30 @@ class ScheduleReplay:
         """Wait until something has come or ended.
 
         Raises:
-            ScheduleError: nothing has, for too long.
+            RallyError: a rank has failed in a slice, such as a process that was lost.
+            ScheduleError: nothing has come, for too long.
         """
         self._has_changed.clear()
         waited_s = 0.0
-        while waited_s < self._timeout_s:
+        while self._problem is None and waited_s < self._timeout_s:
             pause_s = min(self._patience_s, self._timeout_s - waited_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._has_changed.wait()
-                return
+                break
             waited_s += pause_s
             if waited_s < self._timeout_s:
                 self._journal.say(
                     f"rollout.schedule has {awaited} next, which has not come for {waited_s:.0f} s; after "
                     f"{self._timeout_s:g} s the run ends"
                 )
-        raise ScheduleError(
-            f"rollout.schedule has {awaited} next, which did not come in {self._timeout_s:g} s: it is not the "
-            "schedule of a run with this config"
-        )
+        if self._problem is not None:
+            raise self._problem
+        if waited_s >= self._timeout_s:
+            raise ScheduleError(
+                f"rollout.schedule has {awaited} next, which did not come in {self._timeout_s:g} s: it is not the "
+                "schedule of a run with this config"
+            )
 
 
 class Schedule:

@@ -8,7 +8,7 @@ import pytest
 from heard import heard
 
 from rallypoint.config import load_config, values_of
-from rallypoint.errors import GenerationError, ScheduleError
+from rallypoint.errors import GenerationError, ScheduleError, WorkerDiedError
 from rallypoint.generation import Request, SamplingParams
 from rallypoint.journal import (
     BatchTaken,
@@ -218,6 +218,34 @@ def test_what_a_schedule_waits_for_is_said_again_and_again_before_it_is_given_up
         said
         == ["rollout.schedule has prompt 7 sample 0 next, which has not come for 0 s; after 0.05 s the run ends"] * 2
     )
+
+
+def test_weights_that_wait_for_the_slices_of_a_rank_that_is_lost_end_with_its_error_not_with_one_of_the_schedule():
+    async def main():
+        events = (load(0, 2), part(0, 1, 3), part(0, 2, 3), part(1, 3, 3), load(2, 2))
+        recorded = RecordedSchedule((Origin(2, {}),), events)
+        schedule = Schedule(replay=ScheduleReplay(recorded, SEED, journal=heard(print), timeout_s=600))
+        begun, loaded = asyncio.Event(), []
+
+        async def advance(rank, asked):
+            await begun.wait()
+            raise WorkerDiedError("rollout", rank, "advance", "it was killed")
+
+        async def arrive():
+            loaded.append(None)
+
+        await schedule.load(0, arrive)
+        sampling = asyncio.create_task(schedule.send(advance, 0, orders(1, 2)))
+        loading = asyncio.create_task(schedule.load(2, arrive))
+        waiting = asyncio.create_task(schedule.send(advance, 1, orders(4)))
+        await asyncio.sleep(0)
+        begun.set()
+        for call in (sampling, loading, waiting):
+            with pytest.raises(WorkerDiedError, match="rollout rank 0 died during advance"):
+                await asyncio.wait_for(call, 20)
+        assert len(loaded) == 1
+
+    asyncio.run(main())
 
 
 def test_requests_and_weights_wait_until_the_schedule_has_them():
