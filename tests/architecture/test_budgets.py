@@ -40,6 +40,7 @@ BROAD: dict[str, str] = {
     "recipes/export.py:push": "clients of the hub raise what their HTTP library does; the exported folder is whole",
     "recipes/ending.py:draw": "whatever a plotting library raises, the run that it draws is done and is summed up",
     "recipes/ending.py:__aexit__": "whatever an ending raises, the others are done; the first error is raised then",
+    "roles/rank_engine.py:_attempt": "whatever a slice for persons raises costs its requests, and is told",
     "run/rollouts.py:_write": "whatever keeps a step's rollouts from being written is told, and the next ones are",
     "recipes/ending.py:reported": "whatever keeps the page of a run from being written, the run is done",
     "page/answers.py:answer_or_why": "whatever a damaged file or a library that reads it raises costs one panel",

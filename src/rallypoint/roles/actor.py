@@ -325,9 +325,5 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
     async def _digest(self) -> str:
         """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
         digests = dict(enumerate(await self._group.call(ActorWorker.fingerprint)))
-
-        def part_of(rank: int) -> tuple[int, ...]:
-            place = self._group.mesh.coordinates(rank)
-            return place["dp_shard"], place["ep"], place["tp"]
-
-        return joint_digest(f"the actor's ranks hold different weights at version {self.version}", digests, part_of)
+        what = f"the actor's ranks hold different weights at version {self.version}"
+        return joint_digest(what, digests, self._group.mesh, "dp_shard", "ep", "tp")

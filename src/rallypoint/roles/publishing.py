@@ -23,6 +23,7 @@ from typing import Protocol
 
 import xxhash
 
+from rallypoint.cluster import Mesh
 from rallypoint.cluster.call import Process
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.config.transport import transport_kind
@@ -263,19 +264,22 @@ def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | Non
     return share_trained(shard.model)
 
 
-def joint_digest(what: str, digests: Mapping[int, str], part_of: Callable[[int], tuple[int, ...]]) -> str:
+def joint_digest(what: str, digests: Mapping[int, str], mesh: Mesh, *axes: str) -> str:
     """Return one digest of weights from those of the ranks' parts.
 
     Args:
         what: is wrong if ranks differ, for the error.
         digests: of what each rank holds that has one, by rank.
-        part_of: which part a rank holds; ranks with one part should hold equal weights.
+        mesh: of the ranks.
+        *axes: along which they hold different parts; ranks with one part should hold equal weights.
 
     Raises:
         WeightsMismatchError: they do not.
     """
-    different = sorted({(part_of(rank), digest) for rank, digest in digests.items()})
-    if len(different) > len({part for part, _ in different}):
+    places = map(mesh.coordinates, digests)
+    parts = [tuple(place[axis] for axis in axes) for place in places]
+    different = sorted(set(zip(parts, digests.values(), strict=True)))
+    if len(different) > len(set(parts)):
         ranks = ", ".join(f"rank {rank}: {digest[:8]}" for rank, digest in digests.items())
         raise WeightsMismatchError(f"{what}: {ranks}")
     found = [digest for _, digest in different]

@@ -8,20 +8,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import xxhash
 
-from rallypoint.errors import DeterminismError, RequestError
+from rallypoint.cluster import WorkerContext
+from rallypoint.errors import (
+    DeterminismError,
+    GenerationError,
+    MembershipLostError,
+    PeerFailedError,
+    RequestError,
+    first_line,
+)
 from rallypoint.generation import GenerationEngine, Output, Request
-from rallypoint.parallel import DeviceMesh
+from rallypoint.parallel import Collective, DeviceMesh, Solo
+from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.server_ranks import ServerRanks
 
 SLICE_S = 0.25
 """Seconds that a rank samples before it answers, if no request ends."""
 _SHORTEST_SLICE_S = 0.1
 """Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
+
+Ready: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+"""Gives the memory for a slice, or raises."""
+_GRACE_S = 60.0
+"""Seconds that ranks which share a model have to come after one of them failed for persons."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +156,11 @@ class RankEngine:
             )
         return bool(said[0])
 
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Numbers of the requests that have not ended."""
+        return tuple(self._numbers.values())
+
     def clear(self) -> None:
         """Forget all requests; the engine is asleep."""
         for request_id in self._numbers:
@@ -148,34 +169,97 @@ class RankEngine:
         self.engine.step()  # asleep, it only ends what was cancelled
 
 
+def peers_apart(context: WorkerContext, spec: WorkerSpec, mesh: DeviceMesh | None) -> Collective:
+    """Connect the ranks that share a model once more, for `GuestEngine`; without a mesh the model is whole."""
+    if mesh is None:
+        return Solo()
+    name, timeout_s = f"persons of rollout {context.mesh.part(context.rank)}", spec.config.cluster.call_timeout_s
+    sizes, grace_s = {"tp": mesh.tp.size}, min(_GRACE_S, timeout_s)
+    return DeviceMesh.connect(
+        spec.rendezvous, name, mesh.tp.rank, sizes, timeout_s=grace_s, generation=context.start
+    ).tp
+
+
 class GuestEngine:
-    """An engine for persons, which sleeps between slices."""
+    """An engine for persons, which sleeps between slices; an error costs their requests alone.
 
-    def __init__(self, make: Callable[[], RankEngine]) -> None:
-        """Make it; `make` is called again after an error, when all requests are forgotten: the driver tells callers."""
-        self._make, self._own = make, make()
+    Ranks that share a model meet before they sample and after it, apart from the model. Who comes has left what they do
+    through it, so all have left it at one place, and go on together. Who does not come waits for one that failed alone:
+    they part.
+    """
 
-    @property
-    def max_request_tokens(self) -> int:
-        """The most tokens that prompt and response may have together."""
+    def __init__(self, training: RankEngine, say: Callable[[str], None]) -> None:
+        """Begin without one.
+
+        Args:
+            training: engine of this rank, which says the version of the weights.
+            say: given a line on requests that failed.
+        """
+        self._training, self._say = training, say
+        self._peers: Collective = Solo()
+        self._make: Callable[[], RankEngine] | None = None
+        self._own: RankEngine | None = None
+
+    def open(self, make: Callable[[], RankEngine], peers: Collective) -> int:
+        """Make it; return the most tokens that prompt and response may have together.
+
+        Args:
+            make: called again after an error.
+            peers: ranks that share the model, connected for this alone.
+        """
+        self._make, self._own, self._peers = make, make(), peers
         return self._own.engine.max_request_tokens
 
-    def advance(self, asked: SliceRequest, version: int) -> list[Output]:
-        """Sample for a slice from the weights of a version, which the model has."""
-        engine = self._own.engine
+    def advance(self, asked: SliceRequest, ready: Ready) -> list[Output]:
+        """Sample for a slice from the weights of training; see `Ready`."""
+        with self._training.together():
+            with contextlib.ExitStack() as held:
+                begun, error = _attempt(lambda: self._begin(asked, ready, held))
+                if not self._one_failed(error):
+                    sampled, error = _attempt(self._sample)
+                    if not self._one_failed(error):
+                        return [*begun, *sampled]
+            numbers = (*(self._own.open if self._own else ()), *(number for number, _ in asked.new))
+            self._own = self._make and self._make()
+        why = "another rank failed" if error is None else f"{type(error).__name__}: {first_line(error)}"
+        self._say(f"requests of persons failed: {why}")
+        lost = GenerationError(f"these requests failed and are lost: {why}")
+        return [Output.failed(number, self._training.engine.version, lost) for number in dict.fromkeys(numbers)]
+
+    def _begin(self, asked: SliceRequest, ready: Ready, held: contextlib.ExitStack) -> Sequence[Output]:
+        """Get the memory and take requests in; return the ends of those that are refused."""
+        held.enter_context(ready())
+        assert self._own is not None, "it is opened first"
+        engine, version = self._own.engine, self._training.engine.version
         if engine.version != version:
             engine.load(version, None)
-        with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._renew)
-            # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
-            outputs = self._own.take(asked, streamed=True)
-            engine.wake()
-            try:
-                outputs += self._own.sample(until_one_ends=False).outputs
-            finally:
-                engine.sleep()
-            if_it_fails.pop_all()
-        return outputs
+        # Streamed token by token, so that nothing is lost when the slice ends in the middle of a response.
+        return self._own.take(asked, streamed=True)
 
-    def _renew(self) -> None:
-        self._own = self._make()
+    def _sample(self) -> Sequence[Output]:
+        assert self._own is not None, "requests were taken in"
+        self._own.engine.wake()
+        try:
+            return self._own.sample(until_one_ends=False).outputs
+        finally:
+            self._own.engine.sleep()
+
+    def _one_failed(self, error: Exception | None) -> bool:
+        """Meet the others; return whether one has failed. If they do not come, raise this rank's own error, if any."""
+        said = torch.tensor([int(error is not None)])
+        try:
+            self._peers.all_reduce_max(said)
+        except (PeerFailedError, MembershipLostError) as lost:
+            raise error or lost from None
+        return bool(said)
+
+
+def _attempt(do: Callable[[], Sequence[Output]]) -> tuple[Sequence[Output], Exception | None]:
+    """Return what comes of a part of a slice, or the error; raise one that says that ranks have parted."""
+    try:
+        return do(), None
+    except (PeerFailedError, MembershipLostError):
+        raise
+    except Exception as error:  # noqa: BLE001 - it costs the requests of the slice, and is told
+        traceback.print_exception(error)
+        return (), error

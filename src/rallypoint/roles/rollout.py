@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, scatter
@@ -21,7 +21,7 @@ from rallypoint.errors import GenerationError, NotFiniteError, RequestError, Wei
 from rallypoint.generation import GenerationEngine, Output
 from rallypoint.generation.vllm import VLLMEngine
 from rallypoint.models import ModelShard
-from rallypoint.roles.colocated import ActorParts, MemoryLease, with_lease
+from rallypoint.roles.colocated import ActorParts, MemoryLease
 from rallypoint.roles.connections import ModelReplica, ServerReplica, StreamConnection
 from rallypoint.roles.engines import make_engine, make_guest_engine, start_server
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -34,7 +34,7 @@ from rallypoint.roles.publishing import (
     joint_digest,
     transport_between,
 )
-from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult
+from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult, peers_apart
 from rallypoint.roles.server_ranks import RolloutRank, ServerRanks
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import TransferPlan, published_folder
@@ -66,7 +66,7 @@ class RolloutWorker(RolloutRank):
             self._replica = ModelReplica(connection, context, self._shard, self._actor)
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh, sharing)
-        self._guests: GuestEngine | None = None
+        self._guests = GuestEngine(self._training, context.say)
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
@@ -141,18 +141,19 @@ class RolloutWorker(RolloutRank):
             engine = make_guest_engine(config, self._engine, shard and shard.model, max_rows=max_rows, decode=decode)
             return RankEngine(engine, self._context.tick, shard and shard.mesh)
 
-        self._guests = GuestEngine(make)
-        return self._guests.max_request_tokens
+        return self._guests.open(make, peers_apart(self._context, self._spec, shard and shard.mesh))
 
     @scatter
-    @with_lease()
     def advance_guests(self, asked: SliceRequest) -> list[Output]:
         """Do as `advance` for persons; it changes neither what training samples nor how much memory it finds."""
-        assert self._guests is not None, "`open_guests` comes first"
-        assert not self._is_sampling, "training samples: persons wait"
-        self.check_whole()
-        with self._training.together():
-            return self._guests.advance(asked, self._engine.version)
+        return self._guests.advance(asked, self._ready_for_guests)
+
+    @contextlib.contextmanager
+    def _ready_for_guests(self) -> Iterator[None]:
+        with self.lease.held(doing="advance_guests"):
+            assert not self._is_sampling, "training samples: persons wait"
+            self.check_whole()
+            yield
 
     def memory(self) -> Metrics:
         """See `LeaseHolder.memory`; includes the server's memory, and `num_server_restarts` since the last call."""
@@ -316,5 +317,5 @@ class Rollouts:
         digests = await self._group.call(RolloutWorker.load, version, self.transport, published)
         self._lacking.clear()
         own = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
-        what, num = f"the ranks that sample hold different weights of version {version}", self._group.mesh.axes["tp"]
-        return joint_digest(what, own, lambda rank: (rank % num,)) if own else None
+        what = f"the ranks that sample hold different weights of version {version}"
+        return joint_digest(what, own, self._group.mesh, "tp") if own else None

@@ -1,5 +1,6 @@
 """The worker that samples, called as the plain object that it is."""
 
+import contextlib
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -77,39 +78,90 @@ def test_a_request_under_way_goes_on_under_published_weights_as_if_they_had_read
     torch.testing.assert_close(torch.tensor([p for output in rest for p in output.logprobs]), expected)
 
 
-def test_a_rank_that_fails_ends_what_it_samples_with_others(tmp_path, model):
+REQUEST = Request(tokens=(3, 4), params=SamplingParams(max_new_tokens=5))
+
+
+@contextlib.contextmanager
+def sharing_a_model(tmp_path, model, *overrides, tick=lambda rank: None, lease_s=20):
+    """Open two ranks that share a model, which may fail whenever they tick, and threads for them."""
     mesh = Mesh({"dp_replicate": 1, "dp_shard": 1, "ep": 1, "sp": 1, "tp": 2})
-    overrides = ["cluster.pools={main: [2]}", "actor.mesh.tp=2", "rollout.mesh.tp=2"]
-    config, request = (
-        load_config("digits", overrides).config,
-        Request(tokens=(3, 4), params=SamplingParams(max_new_tokens=5)),
-    )
-    with open_rendezvous("memory", "rollouts", lease_s=20) as rendezvous, ThreadPoolExecutor(2) as pool:
+    config = load_config(
+        "digits", ["cluster.pools={main: [2]}", "actor.mesh.tp=2", "rollout.mesh.tp=2", *overrides]
+    ).config
+    with open_rendezvous("memory", "rollouts", lease_s=lease_s) as rendezvous, ThreadPoolExecutor(2) as pool:
         spec = WorkerSpec(config, model, SharedFolder.marked(tmp_path), rendezvous)
 
         def worker(rank):
-            context = WorkerContext("actor", rank, mesh, 1, "cpu", {}, lambda: None)
+            context = WorkerContext("actor", rank, mesh, 1, "cpu", {}, lambda: tick(rank))
             ActorWorker(context, spec, actor_loss_of(config))
             return RolloutWorker(dataclasses.replace(context, role="rollout"), spec, shares_actor=True)
 
-        ranks = list(pool.map(worker, range(2)))
-        both = [pool.submit(rank.advance, SliceRequest(new=((1, request),), num_steps=9)) for rank in ranks]
+        yield list(pool.map(worker, range(2))), pool
+
+
+def answered(rank):
+    """Return the tokens that a rank gives a person, or why there are none."""
+    outputs = rank.advance_guests(SliceRequest(new=((1, REQUEST),)))
+    while outputs[-1].finish_reason is None:  # on a busy machine a slice is not enough
+        outputs += rank.advance_guests(SliceRequest())
+    return outputs[-1].error or [token for output in outputs for token in output.tokens]
+
+
+def test_a_slice_for_persons_that_fails_costs_their_requests_and_ranks_that_share_a_model_go_on(tmp_path, model):
+    failing = set()
+
+    def tick(rank):
+        assert rank not in failing, "out of luck"
+
+    with sharing_a_model(tmp_path, model, tick=tick) as (ranks, pool):
+        in_vain = list(pool.map(answered, ranks))
+        assert all("these requests failed and are lost: AssertionError: it is opened" in str(one) for one in in_vain)
+        list(pool.map(lambda rank: rank.open_guests(2), ranks))
+        expected = list(pool.map(answered, ranks))
+        assert len(expected[0]) == 5
+        ranks[1]._problem = "version 1 was not loaded whole"
+        others, own = pool.map(answered, ranks)
+        assert str(others) == "these requests failed and are lost: another rank failed"
+        assert str(own).startswith("these requests failed and are lost: WeightsMismatchError: version 1 was not loaded")
+        ranks[1]._problem = None
+        assert list(pool.map(answered, ranks)) == expected
+        failing |= {0, 1}
+        assert ["AssertionError: out of luck" in str(one) for one in pool.map(answered, ranks)] == [True, True]
+        failing.clear()
+        assert list(pool.map(answered, ranks)) == expected
+        asked = SliceRequest(new=((2, REQUEST),), num_steps=9)
+        sampled = pool.map(lambda rank: rank.advance(asked).outputs[-1].tokens, ranks)
+        assert [[*tokens] for tokens in sampled] == expected
+
+
+def test_a_rank_that_fails_alone_in_a_slice_for_persons_leaves_the_others_which_do_not_wait_for_it(tmp_path, model):
+    failing = {0}
+
+    def tick(rank):
+        assert rank not in failing, "out of luck"
+
+    with sharing_a_model(tmp_path, model, "cluster.call_timeout_s=3", tick=tick, lease_s=8) as (ranks, pool):
+        list(pool.map(lambda rank: rank.open_guests(2), ranks))
+        fails, waits = (pool.submit(answered, rank) for rank in ranks)
+        with pytest.raises(AssertionError, match="out of luck"):
+            fails.result()
+        with pytest.raises((PeerFailedError, MembershipLostError)):
+            waits.result()
+
+
+def test_a_rank_that_fails_ends_what_it_samples_with_others(tmp_path, model):
+    with sharing_a_model(tmp_path, model) as (ranks, pool):
+        both = [pool.submit(rank.advance, SliceRequest(new=((1, REQUEST),), num_steps=9)) for rank in ranks]
         first, second = (one.result() for one in both)
         assert first.outputs == second.outputs
         assert first.outputs[-1].finish_reason == "length"
 
-        def answered(rank):
-            rank.open_guests(2)
-            outputs = rank.advance_guests(SliceRequest(new=((1, request),)))
-            while outputs[-1].finish_reason is None:  # on a busy machine a slice is not enough
-                outputs += rank.advance_guests(SliceRequest())
-            return [token for output in outputs for token in output.tokens]
-
+        list(pool.map(lambda rank: rank.open_guests(2), ranks))
         assert list(pool.map(answered, ranks)) == [[*first.outputs[-1].tokens]] * 2
 
         calls = zip(ranks, (0, 7), strict=True)
         waits, fails = [
-            pool.submit(rank.advance, SliceRequest(((2, request),), version=version)) for rank, version in calls
+            pool.submit(rank.advance, SliceRequest(((2, REQUEST),), version=version)) for rank, version in calls
         ]
         with pytest.raises(WeightsMismatchError, match="version 7"):
             fails.result()

@@ -11,9 +11,10 @@ from rallypoint.cluster import Mesh, WorkerContext
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import load_config
 from rallypoint.errors import MembershipLostError, PeerFailedError, PlacementError
+from rallypoint.generation import Request, SamplingParams
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import WrittenFolder
-from rallypoint.roles.rank_engine import RankEngine
+from rallypoint.roles.rank_engine import RankEngine, SliceRequest
 from rallypoint.roles.rollout import RolloutWorker
 from rallypoint.roles.server_ranks import ServerFollower, ServerRanks, devices_of
 
@@ -98,6 +99,41 @@ def test_a_slice_that_fails_is_not_waited_for(pair):
     with pytest.raises((PeerFailedError, MembershipLostError)):
         lent.result()
     assert follower.lease._memory.holder is None
+
+
+@pytest.fixture
+def unstarted(tmp_path, monkeypatch):
+    """An environment of vLLM whose servers are silent."""
+    folder = tmp_path / "engines" / "vllm"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "rallypoint.json").write_text('{"device": "cpu", "version": "0", "packages": {}}')
+    (folder / "bin" / "python").write_text("#!/bin/sh\nexec sleep 600\n")
+    (folder / "bin" / "python").chmod(0o755)
+    monkeypatch.setenv("RALLYPOINT_ENGINES", str(folder.parent))
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_a_slice_for_persons_that_fails_on_the_rank_with_the_server_costs_their_requests_alone(spec):
+    asked = SliceRequest(new=((7, Request(tokens=(3, 4), params=SamplingParams(max_new_tokens=2))),))
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(RolloutWorker, context_of(rank), spec, shares_actor=False) for rank in range(2)]
+        first, follower = (one.result() for one in made)
+        with first:
+            for is_open, why in ((False, "it is opened first"), (True, "version 1 was not loaded whole")):
+                first._problem = why if is_open else None
+                if is_open:
+                    first.open_guests(2)
+                lent = pool.submit(follower.advance_guests, asked)
+                (lost,) = first.advance_guests(asked)
+                assert lost.request_id == 7
+                assert "these requests failed and are lost: " in str(lost.error)
+                assert why in str(lost.error)
+                assert lent.result() == []
+            first._problem = None
+            lent = pool.submit(follower.advance, asked)
+            assert not first.advance(asked).outputs
+            lent.result()
+            assert follower.lease._memory.holder is follower.lease, "the server still samples"
 
 
 def test_one_that_follows_reads_no_folder(pair, tmp_path):
