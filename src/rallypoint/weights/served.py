@@ -31,7 +31,7 @@ class Invitation:
     """What the workers of a server are told to take part in a transfer."""
 
     kind: TransportKind
-    """Of the transport, within a node."""
+    """Kind of the transport, within a node."""
     plan: TransferPlan
     places: Sequence[int]
     """Indices of the workers among the members."""
