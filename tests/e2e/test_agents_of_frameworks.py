@@ -108,7 +108,7 @@ def train(model, tmp_path):
                 "rollout.max_response_tokens": 12_000,
                 "engine.max_tokens_per_micro_batch": 32_768,
             },
-            num_prompts=2,
+            num_prompts=1,
             group_size=2,
             num_steps=1,
             runs_dir=tmp_path / "runs",

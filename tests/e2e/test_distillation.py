@@ -132,10 +132,11 @@ def test_a_teacher_on_a_pool_of_its_own_gives_the_same_steps(runs, mesh, how):
 
 
 # Both losses on Ray's ranks, and `tp` with adapters below, are always compared.
+# A student with adapters is compared on a mesh below, a teacher with its best tokens above; test_finetuning.py compares
+# a model that is sharded over processes of Ray.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("runtime", "mesh"),
-    [pytest.param("inline", "{tp: 2}", marks=pytest.mark.slow), ("ray", "{dp_shard: 2}")],
-    ids=["tp", "ray, shard, adapters"],
+    ("runtime", "mesh"), [("inline", "{tp: 2}"), ("ray", "{dp_shard: 2}")], ids=["tp", "ray, shard, adapters"]
 )
 def test_a_student_takes_the_same_steps_on_other_meshes(runs, runtime, mesh):
     how = ("teacher.loss=mixed", "teacher.top_k=4", "trainer.num_steps=2", "rollout.num_prompts=9")

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "one/BatchTaken:n=3:kill": "and at the third of six steps",
     "ahead/SliceSent:n=3:kill": "a run that samples ahead is killed after a checkpoint below, and in test_staleness.py",
     "one/CheckpointSaved:kill": "it kills one before a checkpoint appears; `ahead` is killed after one below",
+    "one/rollout.advance:step=2:kill": "it kills a run on Ray after its third step, and one before a folder appears",
     "one/an edited journal": "tests/unit/journal/test_log.py edits one, and a torn one stays here",
     "one/a flipped bit": "tests/unit/test_checkpoint.py damages every file of a checkpoint",
 }

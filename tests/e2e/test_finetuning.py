@@ -125,12 +125,6 @@ def test_sft_from_a_stream_ends_with_the_same_bits_and_so_it_does_where_it_was_k
     assert not any(column(whole, f"data/num_{what}") for what in ("dropped", "truncated")), "a stream is not counted"
 
 
-def test_sft_trains_adapters(sft):
-    run = start(sft, "run", "model.lora={rank: 4}")
-    assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
-    assert "adapter_model.safetensors" in weights_of(run)
-
-
 def test_a_base_model_becomes_one_that_chats_and_its_checkpoint_knows_its_end(tmp_path):
     base, template = make_chat_tokenizer(QWEN3, eos="<|endoftext|>"), tmp_path / "chat.jinja"
     template.write_text(QWEN3)
@@ -201,9 +195,11 @@ def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, alone, run
 
 
 def check_adapters(runs, mesh, names):
-    """Train adapters in one process and on a mesh; resume the run on the mesh from its middle."""
+    """Train adapters in one process and on a mesh; resume the run on the mesh from its middle, and return the first."""
     keys = ("model.lora={rank: 4}", "checkpoint={every_steps: 2, keep: 9}")
     alone = start(runs, "alone", *keys)
+    assert column(alone, "validation/loss")[-1] < column(alone, "validation/loss")[0]
+    assert "adapter_model.safetensors" in weights_of(alone)
     cut = start(runs, "cut", *keys, "cluster.pools={main: [2]}", f"actor.mesh={mesh}")
     for name in names:
         assert column(cut, name) == pytest.approx(column(alone, name), rel=1e-4, abs=1e-5), name
@@ -215,9 +211,10 @@ def check_adapters(runs, mesh, names):
     assert train(load_checked(str(cut.path)), cut, Silent(), resume=True, from_step=2)
     assert weights_of(cut) == wanted
     assert column(cut, names[0]) == losses
+    return alone
 
 
-def test_sft_takes_the_same_steps_with_adapters_on_a_mesh_also_after_a_resume(sft):
+def test_sft_trains_adapters_in_the_same_steps_on_a_mesh_also_after_a_resume(sft):
     check_adapters(sft, "{tp: 2}", ("actor/loss", "actor/grad_norm", "validation/loss"))
 
 
@@ -281,18 +278,6 @@ def test_pairs_from_a_stream_end_with_the_same_bits_and_so_they_do_where_the_run
     check_stream(pairs, "stream", 48)
 
 
-def test_pairs_train_adapters(pairs):
-    run = start(pairs, "run", "model.lora={rank: 4}")
-    assert column(run, "validation/loss")[-1] < column(run, "validation/loss")[0]
-    assert "adapter_model.safetensors" in weights_of(run)
-    trained, merged = find_trained(str(run.path)), pairs.folder / "merged"
-    export(trained, merged, merge=None)
-    if json.loads((merged / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]:
-        load_reward_model.check(str(merged))
-    else:
-        load_policy.check(str(merged))
-
-
 @pytest.mark.parametrize(
     ("pairs", "runtime", "mesh"),
     thinned([(recipe, *where) for recipe in ("reward_model", "dpo") for where in MESHES], *TWO_BY_TWO),
@@ -305,9 +290,15 @@ def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, 
         assert column(found, name) == pytest.approx(column(alone(pairs), name), rel=1e-4, abs=1e-5), name
 
 
-def test_pairs_take_the_same_steps_with_adapters_on_a_mesh_also_after_a_resume(pairs):
+def test_pairs_train_adapters_in_the_same_steps_on_a_mesh_also_after_a_resume_and_they_are_exported(pairs):
     mesh = "{tp: 2}" if "base: reward_model" in (pairs.folder.parent / "mine.yaml").read_text() else "{sp: 2}"
-    check_adapters(pairs, mesh, ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss"))
+    run = check_adapters(pairs, mesh, ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss"))
+    trained, merged = find_trained(str(run.path)), pairs.folder / "merged"
+    export(trained, merged, merge=None)
+    if json.loads((merged / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]:
+        load_reward_model.check(str(merged))
+    else:
+        load_policy.check(str(merged))
 
 
 def test_a_pair_must_fit_into_one_micro_batch(pairs):

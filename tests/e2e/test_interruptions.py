@@ -286,6 +286,8 @@ def test_one_command_starts_a_run_of_a_file_says_that_it_is_done_starts_nothing_
     assert tuple(run.state().launched.overrides[-2:]) == ("trainer.num_steps=3", "loss.clip_low=0.1")
 
 
+# A program whose raylet is stopped says so and ends in order in tests/cluster/test_lost_ray.py; Ctrl-C is above.
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the raylet is looked up in /proc")
 def test_ctrl_c_on_a_raylet_that_is_stopped_is_answered_at_once_and_ends_the_run_in_seconds(runs):
     endless = ("trainer.num_steps=900", "checkpoint={every_steps: 300, keep: 1}", "cluster.runtime=ray")

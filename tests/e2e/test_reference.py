@@ -22,7 +22,10 @@ def column(run, name):
     return {record["step"]: record[name] for record in read_metrics(run.metrics) if name in record}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# On a pool of its own a reference is a model of its own, as without adapters; test_lora.py has adapters on two pools.
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if "pools" in name else name for name in LAYOUTS]
+)
 def test_a_resumed_run_goes_on_with_the_reference_and_the_coefficient_that_it_had(runs, weights_of, layout):
     """Refreshed after step 3, saved and resumed after step 4."""
     how = (INLINE, "recipe=grpo", *LAYOUTS[layout], *MOVING, "trainer.num_steps=6", "checkpoint={every_steps: 2}")

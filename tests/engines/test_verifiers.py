@@ -155,7 +155,8 @@ def with_tools():
     return tokenizer, stops
 
 
-@pytest.mark.parametrize("environment", ["talk", "poker", "glossary"])
+# In poker each of two seats talks for several turns, as one does in `talk`.
+@pytest.mark.parametrize("environment", [pytest.param("talk", marks=pytest.mark.slow), "poker", "glossary"])
 def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, environment):
     tokenizer, stops = with_tools() if environment == "glossary" else (make_chat_tokenizer(QWEN3), ())
     make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=2048)

@@ -106,7 +106,7 @@ def test_ranks_that_share_tokens_by_keys_and_values_wait_for_nothing_in_a_layer(
         mesh = dataclasses.replace(DeviceMesh.solo(), cp=Elsewhere(), tokens=Elsewhere(), replicas=Elsewhere())
         shard = ModelShard.whole(load_policy(folder, dtype="float32", device=DEVICE).model, mesh)
         engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW)
-        for num in (4, 4, 8):
+        for num in (2, 2, 4):
             pretend.reset()
             engine.train(
                 rows(num),
@@ -149,7 +149,7 @@ def test_layers_of_experts_wait_for_nothing_on_one_rank_or_dealt_over_two(preten
             mesh = dataclasses.replace(DeviceMesh.solo(), ep=Mirror(), passes=Mirror())
             shard = ModelShard.whole(shard.model, mesh)
         engine = TrainingEngine(shard, optimizer=OptimizerConfig(), max_tokens_per_micro_batch=2 * ROW)
-        for num in (4, 4, 8):
+        for num in (2, 2, 4):
             pretend.reset()
             engine.train(
                 rows(num),

@@ -214,6 +214,8 @@ def test_a_run_of_ones_own_uses_all_cores_without_being_told(command, tmp_path):
     assert re.search(r"cluster\.pools +null +automatic", shown)
 
 
+# test_hub.py asks a hub that is not there, and test_recipes_plans.py plans a model whose sizes are not known.
+@pytest.mark.slow
 def test_the_plan_of_a_model_on_the_hub_says_what_is_not_known_and_then_what_to_do_without_a_network(process, tmp_path):
     (tmp_path / "rewards.py").write_text("def f(data_source, solution_str, ground_truth, extra_info=None): ...")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}')

@@ -432,7 +432,7 @@ def test_a_report_is_one_small_file_in_which_no_text_of_a_run_can_end_the_data(t
 
 def test_a_report_of_large_steps_of_which_every_character_is_escaped_keeps_below_its_size(tmp_path):
     texts = ["<" * 5000, '"\\' * 3000]
-    path = planted_run(tmp_path, num_steps=30, prompts=8, group=16, last="finished", texts=texts)
+    path = planted_run(tmp_path, num_steps=30, prompts=3, group=16, last="finished", texts=texts)
     small = RunReader(planted_run(tmp_path, num_steps=3, last="finished", name="small", **SHAPE))
     write_report([RunReader(path), small], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
