@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 TransportName: TypeAlias = Literal["shared", "memory", "ipc", "broadcast", "folder"]
 WantedTransport: TypeAlias = Literal["auto", "memory", "ipc", "broadcast", "folder"]
 """What a config may ask for; auto: what fits the placement."""
+NUM_SLOTS = 4
+"""Buckets that a sender has memory for, for receivers on its node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

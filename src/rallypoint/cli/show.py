@@ -271,7 +271,8 @@ def _placement(loaded: LoadedConfig, plan: RunPlan, machine: Machine) -> tuple[s
     lines.append("")
     for pool, nodes in config.cluster.pools.items():
         held = _mebibytes(plan.process_memory(pool)) if known else "?"
-        lines.append(f"pool {pool} {shown(nodes)}: {held} in each process")
+        away = f", and {_mebibytes(of_cpu)} of CPU memory" if (of_cpu := plan.cpu_memory(pool)) else ""
+        lines.append(f"pool {pool} {shown(nodes)}: {held} in each process{away}")
     lines += describe_choices(loaded, machine)
     if "rollout" in config.roles and config.rollout.engine == "vllm" and (tp := config.rollout.mesh.tp) > 1:
         devices = f"the devices of {tp} processes" if config.devices_of_rollout == 1 else f"{tp} devices of a process"

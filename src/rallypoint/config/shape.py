@@ -115,6 +115,16 @@ class ModelShape:
         """Numbers of the largest weight, at most: the embedding, or what an MLP has."""
         return max(self.vocab_size * self.hidden_size, *(kind.num_parameters for kind in self.kinds))
 
+    def rounded_up(self, num_ranks: int) -> float:
+        """Return how much larger matrices are in blocks of powers of two, if ranks have equal parts of each."""
+        matrices = [(1 if self.tie_embeddings else 2, self.vocab_size * self.hidden_size)]
+        for layers in self.layers:
+            for kind in (layers.mixer, layers.mlp):
+                sizes = map(math.prod, (*kind.products.values(), *kind.stacks.values()))
+                matrices += ((layers.count, size) for size in sizes)
+        parts = [(num, -(-size // num_ranks)) for num, size in matrices]
+        return sum(num << (size - 1).bit_length() for num, size in parts) / sum(num * size for num, size in parts)
+
     @property
     def num_parameters(self) -> int:
         """All weights of the causal language model."""

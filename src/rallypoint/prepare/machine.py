@@ -125,6 +125,8 @@ def check_machine(config: RunConfig, plan: RunPlan, machine: Machine | None = No
     machine = machine or look_around(config)
     plan = _within(plan, config, machine)
     problems = [*machine_problems(config, machine), *memory_problems(config, plan, machine)]
+    if problem := _cpu_memory(config, plan, machine):
+        problems += [] if machine.is_cluster else [Problem(("engine.offload", "cluster.pools"), problem)]
     if problems:
         raise ConfigError(tuple(problem.text for problem in problems))
     return tuple(machine_notes(config, plan, machine))
@@ -174,6 +176,8 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
 def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
     """Yield notes on a run that fits: memory that may not suffice, devices that are idle."""
     yield from _peaks(config, plan, machine)
+    if machine.is_cluster and (problem := _cpu_memory(config, plan, machine)):
+        yield problem
     yield from _room_for_activations(config, machine)
     cluster, sent = config.cluster, sent_bytes(config)
     if cluster.runtime == "ray" and cluster.address is None and sent > cluster.object_store_gib * _GIB:
@@ -212,6 +216,25 @@ def _peaks(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[str]:
                 "lower engine.max_tokens_per_micro_batch, rollout.max_batch_rows or rollout.cache_tokens, or set "
                 "engine.activations=checkpoint"
             )
+
+
+def _cpu_memory(config: RunConfig, plan: RunPlan, machine: Machine) -> str:
+    """Return why a node has too little memory for what leaves its devices; nothing if it has enough or is not known."""
+    if config.cluster.address is not None and not machine.is_cluster:
+        return ""
+    pools, there = config.cluster.pools, machine.num_bytes // machine.num_nodes
+    needed = sum(sum(nodes) * plan.cpu_memory(pool) for pool, nodes in pools.items()) // machine.num_nodes
+    needed = max(needed, *(max(nodes) * plan.cpu_memory(pool) for pool, nodes in pools.items()))
+    if needed <= there:
+        return ""
+    keys = [f"engine.offload={config.engine.offload}"] * (config.engine.offload != "nothing")
+    keys += ["engine.sleep=true"] * config.engine.sleep
+    of_whom = "a node like that often has" if machine.is_cluster else "this machine has"
+    return (
+        f"{', '.join(keys)}: what leaves the devices takes {gib(needed)} of CPU memory on a node, but {of_whom} "
+        f"{gib(there)}; divide the model over more devices and nodes (actor.mesh.dp_shard), or train adapters "
+        "(model.lora)"
+    )
 
 
 def check_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[str, ...]:

@@ -84,6 +84,11 @@ class RunPlan:
         left = int(room * (1 - CACHE_MARGIN)) - (self.awake_memory(memory.role) - memory.cache)
         return dataclasses.replace(memory, cache=max(memory.least_cache, min(memory.cache, left)))
 
+    def cpu_memory(self, pool: str) -> int:
+        """Return the bytes in CPU memory of what leaves the device in a process of a pool: offloaded, or asleep."""
+        mine = (memory for memory in self.memory if memory.pool == pool)
+        return sum(m.in_cpu + m.sleeps * (m.weights + m.gradients + m.optimizer) for m in mine)
+
     def process_memory(self, pool: str) -> int:
         """Return the bytes that a process of a pool holds at its peak: one of its roles is awake at a time."""
         return max((self.awake_memory(memory.role) for memory in self.memory if memory.pool == pool), default=0)

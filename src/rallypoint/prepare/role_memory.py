@@ -11,7 +11,9 @@ import dataclasses
 from rallypoint.config import limits
 from rallypoint.config.recipes import RECIPES, RoleName
 from rallypoint.config.shape import ModelShape
+from rallypoint.config.transport import transport_kind
 from rallypoint.config.tree import RunConfig
+from rallypoint.transport_kinds import BROADCAST, NUM_SLOTS
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _WIDE = 4
@@ -46,6 +48,8 @@ class RoleMemory:
     """What stays of the cache while other roles are awake."""
     gradients_away: int = 0
     """Gradients in CPU memory."""
+    in_cpu: int = 0
+    """Page-locked CPU memory for these and an offloaded optimizer."""
 
     @property
     def held(self) -> int:
@@ -102,20 +106,23 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
     # Every rank draws from the logits of all tokens.
     sampled = dataclasses.replace(shape.part(sizes["tp"], None), vocab_size=shape.vocab_size)
     activations = sampling_bytes(config, sampled) if role == "rollout" else _activation_bytes(config, shape, role)
-    gradients, stay = trained * _WIDE if learner else 0, config.engine.offload != "optimizer_and_gradients"
-    if sizes["dp_replicate"] > 1 and stay:  # gradients are added up in one flat copy, when activations are gone
+    gradients = trained * _WIDE if learner else 0
+    in_cpu, gone = 0, gradients if config.engine.offload == "optimizer_and_gradients" else 0
+    if sizes["dp_replicate"] > 1 and not gone:  # gradients are added up in one flat copy, when activations are gone
         activations = max(activations, gradients)
     if config.engine.offload != "nothing" and optimizer:  # likewise the part that is stepped
-        away, optimizer = optimizer + (0 if stay else (1 + (sizes["dp_replicate"] > 1)) * gradients), 0
+        in_cpu = round((optimizer + gone) * (shape.rounded_up(cut) if lora is None else 1))
+        away, optimizer = optimizer + (1 + (sizes["dp_replicate"] > 1)) * gone, 0
         part = away // gradients * max(limits.OPTIMIZER_BYTES, shape.most_of_a_weight // cut * _WIDE)
-        activations = max(activations + (0 if stay else limits.OPTIMIZER_BYTES), min(away, part))
+        activations = max(activations + limits.OPTIMIZER_BYTES * bool(gone), min(away, part))
     return RoleMemory(
         role=role,
         pool=config.roles[role].pool,
         num_ranks=config.num_ranks(role),
-        weights=0 if shares_actor else weights,
-        gradients=gradients if stay else 0,
-        gradients_away=0 if stay else gradients,
+        weights=(0 if shares_actor else weights) + _bucket_bytes(config, role),
+        gradients=gradients - gone,
+        gradients_away=gone,
+        in_cpu=in_cpu,
         optimizer=optimizer,
         activations=activations,
         cache=_cache_bytes(config, sampled) if role == "rollout" else 0,
@@ -124,6 +131,14 @@ def _model_memory(config: RunConfig, role: RoleName, shape: ModelShape) -> RoleM
         borrowed=parameters * size if shares_actor and "actor" in config.sleeping else 0,
         may_keep_cache=role == "rollout" and may_keep_cache(config),
     )
+
+
+def _bucket_bytes(config: RunConfig, role: RoleName) -> int:
+    """Return what weights go through on an accelerator: two buckets in flight, and those of a rank that relays them."""
+    if role not in ("actor", "rollout") or config.cluster.device == "cpu" or transport_kind(config) != BROADCAST:
+        return 0
+    is_relay = role == "rollout" and config.rollout.engine == "vllm"
+    return (2 + NUM_SLOTS * is_relay) * BROADCAST.bucket_mib[1] * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,20 +375,6 @@ def _prompts_together(config: RunConfig) -> int:
     return max(_groups_together(config), min(config.rollout.max_batch_rows, _num_validated(config)))
 
 
-def _on_device(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False) -> int:
-    """Return the bytes that a pass's tensors take in a process with this role; on CPUs more than their own size."""
-    if config.cluster.device != "cpu":
-        return num_bytes
-    roles, native = config.roles, config.rollout.engine == "native"
-    return on_heap(
-        num_bytes,
-        checkpointed=checkpointed,
-        decodes=native and "rollout" in roles and roles[role].pool == roles["rollout"].pool,
-        in_half=config.model.dtype == "bfloat16",
-        has_adapters=config.model.lora is not None,
-    )
-
-
 _HEAP, _HEAP_OF_CHECKPOINTS = 1.4, 2.0
 """Heap of the C library over the size of a pass's tensors. It aligns tensors in a way that leaves holes, the more of
 them the more often layers are computed. Tensors in pages of their own would avoid that in 1.3 to 1.7 times the time."""
@@ -385,16 +386,13 @@ _KERNEL_BYTES, _ADAPTER_KERNEL_BYTES = 85 * 2**20, 25 * 2**20
 """Kernels that oneDNN compiles for bfloat16, one for every shape of a product; and for the narrow ones of adapters."""
 
 
-def on_heap(num_bytes: int, *, checkpointed: bool, decodes: bool, in_half: bool, has_adapters: bool) -> int:
-    """Return what a process takes for a pass.
-
-    Args:
-        num_bytes: tensors of the pass.
-        checkpointed: whether layers are computed twice.
-        decodes: whether our own engine samples in this process.
-        in_half: whether products are in bfloat16.
-        has_adapters: whether the model has adapters.
-    """
+def _on_device(config: RunConfig, role: RoleName, num_bytes: int, *, checkpointed: bool = False) -> int:
+    """Return what a process takes for tensors of a pass, perhaps of layers computed twice; on CPUs more than that."""
+    if config.cluster.device != "cpu":
+        return num_bytes
+    roles, native = config.roles, config.rollout.engine == "native"
+    decodes = native and "rollout" in roles and roles[role].pool == roles["rollout"].pool
     kernels = _LIBRARY_BYTES + _DECODER_BYTES * decodes
-    kernels += (_KERNEL_BYTES + _ADAPTER_KERNEL_BYTES * has_adapters) * in_half
+    has_adapters = config.model.lora is not None
+    kernels += (_KERNEL_BYTES + _ADAPTER_KERNEL_BYTES * has_adapters) * (config.model.dtype == "bfloat16")
     return round(num_bytes * (_HEAP_OF_CHECKPOINTS if checkpointed else _HEAP)) + kernels

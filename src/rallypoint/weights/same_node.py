@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.errors import PeerFailedError, WeightsMismatchError
+from rallypoint.transport_kinds import NUM_SLOTS
 from rallypoint.weights.buffers import Buffers, HostMemory
 from rallypoint.weights.endpoints import Runs, Sender, Sink, seal
 from rallypoint.weights.exposed import Exposed
@@ -33,8 +34,6 @@ from rallypoint.weights.manifest import HEADER_BYTES, Manifest
 from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, connect
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
-NUM_SLOTS = 4
-"""Buckets that a sender has memory for."""
 NUM_HEADERS = 3
 """Headers that a sender has memory for where rectangles are read in place: a sender that is no further ahead leaves the
 rectangles that it has just checked in the cache."""

@@ -1,5 +1,6 @@
 """What a run asks of this machine, beside machines of every kind: known before anything is started."""
 
+import dataclasses
 import importlib.util
 from typing import get_args
 
@@ -130,6 +131,26 @@ def test_a_store_that_is_smaller_than_what_a_step_sends_is_said_with_what_would_
     assert said.endswith("--object-store-memory=1612775424")
     own = check(LAPTOP, *rows, "cluster.pools={main: [1]}", "engine.max_tokens_per_micro_batch=16384")
     assert [line for line in own if "object_store_gib" in line and line.endswith("null chooses it")]
+
+
+OFFLOADED = (
+    "recipe=grpo",
+    "engine.offload=optimizer_and_gradients",
+    "model.create=null",
+    "model.path=Qwen/Qwen3-8B",
+    "cluster.device=cuda",
+)
+
+
+def test_what_leaves_the_devices_is_compared_with_the_memory_of_a_node():
+    small = dataclasses.replace(SERVER, num_bytes=128 * GIB)
+    said = refusal(small, *OFFLOADED, "cluster.pools={main: [1]}")
+    assert "engine.offload=optimizer_and_gradients: what leaves the devices takes 162.5 GiB of CPU memory" in said
+    assert "but this machine has 128.0 GiB" in said
+    two = ("cluster.pools={main: [1, 1]}", "cluster.address=auto")
+    assert not any("CPU memory" in line for line in check(small, *OFFLOADED, *two)), "nobody knows its nodes yet"
+    assert any("a node like that often has 128.0 GiB" in line for line in check(imagine("2x1xH100"), *OFFLOADED, *two))
+    assert not any("CPU memory" in line for line in check(SERVER, *OFFLOADED, "cluster.pools={main: [1]}"))
 
 
 @pytest.mark.parametrize(

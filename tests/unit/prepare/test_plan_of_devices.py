@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from rallypoint.config import RunConfig, load_config
+from rallypoint.config import RoleName, RunConfig, load_config
 from rallypoint.config.shape import shape_of
 from rallypoint.prepare.plan import make_plan
 from rallypoint.prepare.pools import num_devices
@@ -163,3 +163,18 @@ def test_a_server_over_the_devices_of_ranks_has_a_part_of_weights_and_cache_on_e
     assert [config.num_parts("rollout") for config in (one, shared, alone)] == [2, 1, 1]
     devices = [num_devices(config) for config in (one, shared, alone)]
     assert devices == [2, 2, 4]
+
+
+def test_buckets_of_weights_that_are_broadcast_are_counted_and_those_that_a_rank_passes_on_to_its_server(here: Path):
+    pools = ("cluster={device: cuda, address: auto, pools: {main: [1, 1], side: [1]}}", "rollout.placement.pool=side")
+
+    def held(role: RoleName, *more: str) -> int:
+        config = load_config("digits-grpo", [*pools, "model.create.num_key_value_heads=2", *more]).config
+        shape = shape_of(config)
+        assert shape is not None
+        return role_memory(config, role, shape).weights
+
+    sent = {role: held(role) - held(role, "rollout.weights=folder") for role in ("actor", "rollout", "reference")}
+    assert sent == {"actor": 128 * 2**20, "rollout": 128 * 2**20, "reference": 0}
+    served = "rollout.engine=vllm"
+    assert held("rollout", served) - held("rollout", served, "rollout.weights=folder") == 384 * 2**20
