@@ -121,6 +121,15 @@ time.sleep(1000)
     wait_until(lambda: not Path(folder).exists())
 
 
+def test_nothing_stays_of_a_server_whose_guard_is_killed(launch, tmp_path):
+    """Ray kills the children of a worker that it ends, but not what these have started."""
+    server = ServerProcess(launch, OwnFolder(tmp_path).path)
+    worker = worker_of(launch)
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(worker))
+    assert server.ended() is not None
+
+
 def test_folders_of_processes_that_are_gone_are_swept_and_others_are_not(tmp_path):
     mine = OwnFolder(tmp_path)
     left = tmp_path / "rallypoint-vllm-old"

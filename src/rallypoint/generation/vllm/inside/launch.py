@@ -3,9 +3,11 @@
     python launch.py FOLDER COMMAND...
 
 Both end at SIGTERM. When standard input is closed, FOLDER is removed, too: nobody will start the command again. This
-must be the first process of its own process group, which ends with all that the command has started.
+must be the first process of its own process group, which ends with all that the command has started. It ends even if
+this process is killed, as Ray does with the children of a worker that it ends.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,11 +19,26 @@ import time
 GRACE_S = 5.0
 
 
+def end_with_this(child: int) -> None:
+    """Fork a process that waits for the end of this one, and then ends the group."""
+    ended, held = os.pipe()
+    if os.fork():
+        os.close(ended)  # the other end is open as long as this process lives
+        return
+    os.close(held)
+    os.read(ended, 1)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGTERM)
+        time.sleep(GRACE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Run the command, and wait for either end."""
     folder, *command = sys.argv[1:]
 
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    end_with_this(child.pid)
 
     def end(*_signal: object) -> None:
         child.terminate()  # so that it frees its shared memory
