@@ -26,6 +26,7 @@ from rallypoint.errors import NotFiniteError, PublishError, WeightsMismatchError
 from rallypoint.generation import HFEngine, NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.server import shared_files
+from rallypoint.journal import RoleLost, RolesRestarted, StepDone, read_journal
 from rallypoint.model_files import load_policy, outline_policy
 from rallypoint.models import named_weights, trained_weights
 from rallypoint.roles.connections import ServerReplica
@@ -441,6 +442,34 @@ def test_a_run_samples_what_it_trains_publishes_at_every_step_and_answers_outsid
     assert len({version for choice in caller.choices for version in choice["versions"]}) > 1, caller.statuses
     assert all(len(choice["token_ids"]) >= 1 for choice in caller.choices)
     assert any(text.endswith("data: [DONE]\n\n") for text in caller.streamed)
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Return the command lines of servers whose model is below a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().decode(errors="replace"))
+    return [line for line in found if "vllm" in line and f"--model={folder}" in line]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_run_whose_ranks_share_a_server_loses_one_without_a_server_and_goes_on(tmp_path):
+    """What samples and trains in the process is made again, with a new server; the old one does not stay."""
+    overrides = [
+        *TWO_RANKS, "rollout.engine=vllm", "rollout={num_prompts: 8, group_size: 4}", "trainer.num_steps=3",
+        "data.generate.num_validation_prompts=4", f"trainer.runs_dir={tmp_path}", "trainer.name=run",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "rallypoint.cli.main", "train", "digits", *overrides]
+    fails = {**os.environ, "RALLY_FAIL": "rollout.advance:step=2:rank=1:kill"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=fails)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [entry.event for entry in read_journal(tmp_path / "run" / "journal.jsonl")]
+    lost = [(event.role, event.rank) for event in events if isinstance(event, RoleLost)]
+    assert lost == [("rollout", 1)]
+    assert len([event for event in events if isinstance(event, RolesRestarted)]) == 1
+    assert {event.step for event in events if isinstance(event, StepDone)} == {1, 2, 3}
+    assert servers_of(tmp_path) == []
 
 
 @pytest.mark.usefixtures("installed")

@@ -35,9 +35,9 @@ _SHORTEST_SLICE_S = 0.1
 """Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
 
 Ready: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-"""Gives the memory for a slice, or raises."""
+"""Function that gives the memory for a slice, or raises."""
 _GRACE_S = 60.0
-"""Seconds that ranks which share a model have to come after one of them failed for persons."""
+"""Seconds that ranks which share a model have to come where others wait for them, before these leave."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
