@@ -5,8 +5,12 @@ takes as long as all of its steps. Here no picture is drawn, unless a test asks 
 that are alike are counted once for all processes of the tests, as is what a device could do at best.
 `tests/unit/display/test_curve.py`, `test_draw.py` and `tests/unit/observability/test_flops.py` test pictures, counts
 and that measurement.
+
+And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
+wait: others would import what the first one has. `reward.num_processes` asks for more.
 """
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -16,11 +20,13 @@ import threading
 from pathlib import Path
 
 from rallypoint.display.draw import CurveAsItGoes
+from rallypoint.environments import pool
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.recipes import ending
 from rallypoint.roles import learner
 
 _COUNTED = Path(os.environ["RALLYPOINT_TEST_COUNTED"])
+_WIDTH = pool._automatic
 
 
 def leave_out() -> None:
@@ -29,6 +35,11 @@ def leave_out() -> None:
     ending.save_curve = lambda folder: None
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
+    pool._automatic = _of_one_core
+
+
+def _of_one_core():
+    return dataclasses.replace(_WIDTH(), least=1)
 
 
 def _counted_once(model, adapt=None):
