@@ -12,7 +12,7 @@ a backward pass adds each one to that of earlier passes as soon as it is there, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class AdamW(torch.optim.AdamW):
         *,
         are_masters: bool = False,
         offload: Offload = "nothing",
+        agree: Callable[[Tensor], None] | None = None,
         **options: Any,
     ) -> None:
         """Take weights over: from now on the gradients of those of half precision go to their masters.
@@ -81,6 +82,7 @@ class AdamW(torch.optim.AdamW):
             groups: as torch has them, of the model's weights.
             are_masters: whether these are the masters already, of a model that computes in half precision.
             offload: what lies in CPU memory between steps: masters and moments; or gradients, too, also between passes.
+            agree: makes sizes the largest that a rank of `tp` has, for equal parts of gradients on all of them.
             **options: torch's own.
         """
         groups = list(groups)
@@ -104,6 +106,10 @@ class AdamW(torch.optim.AdamW):
             if not self.gradients_stay or weight in self._masters:
                 weight.register_post_accumulate_grad_hook(self._takes_gradient)
         super().__init__([{**group, "params": list(map(self.master, group["params"]))} for group in groups], **options)
+        sizes = torch.tensor([master.nbytes for master in self.masters], dtype=torch.int64)
+        if agree is not None and not self.gradients_stay:
+            agree(sizes)
+        self._sizes = dict(zip(self.masters, sizes.tolist(), strict=True))
 
     @property
     def masters(self) -> list[Tensor]:
@@ -204,7 +210,7 @@ class AdamW(torch.optim.AdamW):
         """Yield masters that are on the device together: `OPTIMIZER_BYTES` of them, or one that is larger."""
         part = list[Tensor]()
         for master in self.masters:
-            if part and sum(one.nbytes for one in part) + master.nbytes > OPTIMIZER_BYTES:
+            if part and sum(self._sizes[one] for one in (*part, master)) > OPTIMIZER_BYTES:
                 yield part
                 part = []
             part.append(master)
@@ -290,8 +296,9 @@ def make_optimizer(
     eps: float,
     are_masters: bool = False,
     offload: Offload = "nothing",
+    agree: Callable[[Tensor], None] | None = None,
 ) -> AdamW:
-    """Return AdamW over those weights that are trained; decay is for matrices only, as is usual."""
+    """Return AdamW (see its arguments) over those weights that are trained; decay is for matrices only, as is usual."""
     trained = [weight for weight in weights.values() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in trained if weight.dim() >= 2], "weight_decay": config.weight_decay},
@@ -305,6 +312,7 @@ def make_optimizer(
         fused=True,
         are_masters=are_masters,
         offload=offload,
+        agree=agree,
     )
 
 

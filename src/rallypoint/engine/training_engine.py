@@ -69,7 +69,7 @@ class TrainingEngine(Generic[BatchT]):
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         make = functools.partial(make_optimizer, self.weights, eps=eps, are_masters=self._sharding.half is not None)
-        self.optimizer = make(optimizer, offload=offload) if optimizer else None
+        self.optimizer = make(optimizer, offload=offload, agree=self._mesh.tp.all_reduce_max) if optimizer else None
         self._optimizer_config = optimizer
         self._sleeping_weights, self._sleeping_state = Sleeper(), Sleeper()
         self._is_strict = deterministic and self.model.device.type != "cpu"

@@ -8,6 +8,7 @@ from tiny_models import make_tiny_model
 from torch import nn
 
 from rallypoint.config import OptimizerConfig
+from rallypoint.data import make_digits_tokenizer
 from rallypoint.engine import TrainingEngine, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
 from rallypoint.engine.forward import policy_outputs
 from rallypoint.model_files import load_policy
@@ -234,10 +235,20 @@ def test_an_offloaded_state_steps_to_the_same_bits_and_is_saved_and_restored_ali
     )
 
 
-@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
-def test_offloaded_gradients_are_summed_and_clipped_over_ranks_as_others_are(on_mesh, monkeypatch, tmp_path, sizes):
-    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", 2**12)
-    folder, batch = make_tiny_model(tmp_path / "model"), make_actor_batch()
+@pytest.mark.parametrize(
+    ("sizes", "part_bytes", "num_more"),
+    # With 21 tokens one rank has 11 rows of the head, and room for fewer of the norms that ranks sum beside them.
+    [({"dp_replicate": 2}, 2**12, 0), ({"tp": 2}, 2**12, 0), ({"tp": 2}, 880, 1)],
+    ids=str,
+)
+def test_offloaded_gradients_are_summed_and_clipped_over_ranks_as_others_are(
+    on_mesh, monkeypatch, tmp_path, sizes, part_bytes, num_more
+):
+    monkeypatch.setattr("rallypoint.engine.optimizer.OPTIMIZER_BYTES", part_bytes)
+    tokenizer = make_digits_tokenizer()
+    tokenizer.add_tokens(["more"][:num_more])
+    folder = make_tiny_model(tmp_path / "model", tokenizer=tokenizer, architecture="qwen3")
+    batch = make_actor_batch()
 
     def trained(offload, mesh):
         shard = load_policy(folder, dtype="float32", mesh=mesh)
