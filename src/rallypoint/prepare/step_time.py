@@ -63,6 +63,8 @@ class _Costs:
     """Launches of a layer that decodes by its model's own code, or with adapters, beyond those of plain arithmetic."""
     experts: int
     """Launches beyond these of a layer of experts."""
+    one_by_one: float
+    """Time of a launch of our own engine where steps are not captured, over that of a captured one."""
     launches_of_token: float
     """Launches for each row that decodes, to draw its token and keep it."""
     launches_of_call: float
@@ -84,6 +86,7 @@ _OF_ACCELERATORS = _Costs(
     decode=_Passes(11, 20, 0, 0),
     own_code=18,
     experts=40,
+    one_by_one=9.5,
     launches_of_token=0,
     launches_of_call=0,
     links={MEMORY: 4e9, IPC: 2e10, BROADCAST: 8e9, FOLDER: 7e8},
@@ -102,6 +105,7 @@ _OF_CORES = _Costs(
     decode=_Passes(80, 100, 430, 115),
     own_code=0,
     experts=0,
+    one_by_one=1,
     launches_of_token=8,
     launches_of_call=2000,
     links={MEMORY: 8e9, BROADCAST: 2e9, FOLDER: 9e8},
@@ -291,6 +295,12 @@ def _forward(config: RunConfig, shape: ModelShape, share: float) -> float:
     return 2.0 * shape.token_cost * (tokens + shape.attention_cost * pairs) + head
 
 
+def _is_captured(config: RunConfig, shape: ModelShape) -> bool:
+    """Whether our own engine captures its steps on accelerators: see `Decoder.may_be_captured`, docs/rollouts.md."""
+    waits = config.rollout.mesh.tp > 1 or config.rollout.router_replay or shape.state_bytes(1) > 0
+    return not waits and not (shape.model_type in MIXTURES and config.model.dtype == "float32")
+
+
 def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) -> dict[str, float]:
     """Return what sampling spends its time on, in waves of as many rows as the cache has room for."""
     config, device, costs, size = pace.config, pace.device, pace.costs, pace.size
@@ -309,6 +319,7 @@ def _sampling(pace: _Pace, memory: RoleMemory, shape: ModelShape, share: float) 
     if config.rollout.engine == "native":
         launches += 0 if FAMILIES[shape.model_type].is_plain and not config.model.lora and tp == 1 else costs.own_code
         launches += costs.experts if shape.model_type in MIXTURES else 0
+        launches *= 1 if _is_captured(config, shape) else costs.one_by_one
     decode = costs.decode._replace(launches_of_layer=launches)
     read, weights = config.num_examples / num_copies * prompt, shape.num_parameters - shape.num_idle(at_once)
     beside = pace.beside(decode, shape, steps, at_once)

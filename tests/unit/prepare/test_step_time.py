@@ -75,6 +75,20 @@ def test_captured_decoding_is_within_a_quarter_of_what_an_h100_was_measured_to_d
     assert rollout.most_s == pytest.approx(8 * num_prompts * 128 / tokens_per_s, rel=0.25)
 
 
+def test_steps_that_are_not_captured_take_what_launching_one_by_one_was_measured_to_take(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    lengths = ("data.max_prompt_tokens=256", "rollout.max_response_tokens=128", "actor.num_mini_batches=1")
+    own = (*lengths, f"model.path={tmp_path}", "rollout={engine: native, num_prompts: 1, group_size: 8}")
+    captured, replayed, wide = (
+        phase(planned(*own, more, on="H100"), "rollout").most_s
+        for more in ("seed=0", "rollout.router_replay=true", "model.dtype=float32")
+    )
+    assert replayed == pytest.approx(128 * 11.1e-3, rel=0.25)
+    assert min(replayed, wide) > 4 * captured
+    cut = planned(*own, "cluster.pools={main: [2]}", "rollout.mesh.tp=2", on="2xH100")
+    assert phase(cut, "rollout").most_s > 4 * captured
+
+
 def test_an_update_is_within_a_quarter_of_what_an_h100_was_measured_to_do():
     rows = ("data.max_prompt_tokens=8", "actor.num_mini_batches=1", "rollout={num_prompts: 32, group_size: 2}")
     update = phase(planned(*rows, "rollout.max_response_tokens=1016", on="H100"), "actor update")
