@@ -164,12 +164,16 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
     for pool, most, whose in _rooms(config, machine):
         held = plan.held_memory(pool) if plan.memory else 0
         if held > most:
-            cuts = "actor.mesh.dp_shard" + " and rollout.mesh.tp" * ("rollout" in config.roles)
+            cuts = "actor.mesh.dp_shard" + " and rollout.mesh.tp" * (
+                "rollout" in config.roles and not config.rollout.exact
+            )
+            ways = [f"divide the model ({cuts} over more processes)", "give roles pools of their own"]
+            ways += ["keep less there (engine.offload, engine.sleep)"] * (config.engine.offload == "nothing")
+            ways += ["train adapters (model.lora)"] * (config.model.lora is None)
             yield Problem(
                 ("cluster.pools", "model.dtype"),
                 f"pool {pool}: weights, gradients and optimizer of its roles take {gib(held)} in each process, but "
-                f"{whose}; divide the model ({cuts} over more processes), give roles pools of their own, "
-                "or train adapters (model.lora)",
+                f"{whose}; {', or '.join(ways)}",
             )
 
 
@@ -202,7 +206,7 @@ def machine_notes(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterato
     if wanted <= len(machine.accelerators) - 1:
         yield (
             f"{wanted:g} of the {len(machine.accelerators)} devices here ({names}) are used: more processes in "
-            "cluster.pools use the others"
+            "cluster.pools use the others, if meshes and rows divide by them"
         )
 
 

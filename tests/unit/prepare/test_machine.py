@@ -187,6 +187,9 @@ def test_weights_that_a_device_cannot_hold_are_refused_with_both_numbers():
     small = Machine(8, 64 * GIB, (Accelerator("Tesla T4", 4 * GIB),))
     assert "weights, gradients and optimizer of its roles take" in refusal(small, LARGE, *GPU)
     assert "but a Tesla T4 has 4.0 GiB; divide the model (actor.mesh.dp_shard" in refusal(small, LARGE, *GPU)
+    assert "train adapters" not in (said := refusal(small, LARGE, *GPU, "model.lora={}", "rollout.exact=true"))
+    assert "keep less there (engine.offload, engine.sleep)" in said
+    assert "rollout.mesh.tp" not in said
     assert "has 80.0 GiB and 0.05 of it is 4.0 GiB" in refusal(SERVER, LARGE, *GPU, "cluster.num_gpus_per_process=0.05")
 
 
