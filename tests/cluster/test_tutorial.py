@@ -14,6 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from ray_forks import forked_workers
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "cluster" / "tutorial.ipynb"
 VERSION = 4
@@ -30,7 +31,8 @@ def executed(folder: Path) -> NotebookNode:
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
     )
-    client.execute(env={**os.environ, "TMPDIR": str(folder), "IPYTHONDIR": str(folder / "ipython")})
+    with forked_workers():
+        client.execute(env={**os.environ, "TMPDIR": str(folder), "IPYTHONDIR": str(folder / "ipython")})
     return notebook
 
 

@@ -98,6 +98,7 @@ def _be_worker(parent: int, arguments: list[str], environment: Mapping[str, str]
     status = 1
     try:
         _die_with(parent)
+        os.setpgrp()  # as what Ray starts: when a worker ends, Ray kills all of its group
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         random.seed()
         os.chdir(folder)
