@@ -164,16 +164,18 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
     for pool, most, whose in _rooms(config, machine):
         held = plan.held_memory(pool) if plan.memory else 0
         if held > most:
-            cuts = "actor.mesh.dp_shard" + " and rollout.mesh.tp" * (
-                "rollout" in config.roles and not config.rollout.exact
-            )
-            ways = [f"divide the model ({cuts} over more processes)", "give roles pools of their own"]
-            ways += ["keep less there (engine.offload, engine.sleep)"] * (config.engine.offload == "nothing")
-            ways += ["train adapters (model.lora)"] * (config.model.lora is None)
+            roles = [role for role, placement in config.roles.items() if placement.pool == pool]
+            learns = any(role in config.learners for role in roles)
+            cuts = [f"{role}.mesh.dp_shard" for role in roles if role != "rollout"][:1]
+            cuts += ["rollout.mesh.tp"] * ("rollout" in roles and not config.rollout.exact)
+            ways = [f"divide the model ({' and '.join(cuts)} over more processes)"] * bool(cuts)
+            ways += ["give roles pools of their own"] * (len(roles) > 1)
+            ways += ["keep less there (engine.offload, engine.sleep)"] * (learns and config.engine.offload == "nothing")
+            ways += ["train adapters (model.lora)"] * (learns and config.model.lora is None)
             yield Problem(
                 ("cluster.pools", "model.dtype"),
                 f"pool {pool}: weights, gradients and optimizer of its roles take {gib(held)} in each process, but "
-                f"{whose}; {', or '.join(ways)}",
+                f"{whose}; {', or '.join(ways) or 'take a smaller model'}",
             )
 
 

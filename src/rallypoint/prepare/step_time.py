@@ -183,7 +183,7 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device | Cores) -> StepT
     if kind != SHARED and plan.num_parameters is not None:
         seconds = plan.num_parameters * pace.size / pace.costs.links[kind]
         found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, kind.name))
-    num = 0 if config.cluster.device == "cpu" else round(num_devices(config))
+    num = 0 if config.cluster.device == "cpu" else math.ceil(num_devices(config))
     return StepTime(tuple(found), num, is_ahead=config.rollout.max_staleness > 0)
 
 

@@ -102,6 +102,7 @@ def test_what_follows_from_the_numbers_of_a_run():
     for role in ("actor pass", "actor update", "reference pass"):
         assert phase(eight, role).most_s == pytest.approx(phase(alone, role).most_s / 8, rel=0.02)
     assert eight.num_devices == 8
+    assert planned("cluster.num_gpus_per_process=0.5").num_devices == 1, "a part of one is held, and no core"
     for bound, seconds in zip(("least_s", "most_s"), eight.seconds, strict=True):
         assert seconds == pytest.approx(sum(getattr(each, bound) for each in eight.phases))
     assert phase(planned("actor.num_epochs=2"), "actor update").most_s > 1.9 * phase(planned(), "actor update").most_s
