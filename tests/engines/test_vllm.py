@@ -331,14 +331,14 @@ def test_weights_that_are_sent_arrive_as_from_a_folder_and_a_server_that_lost_th
             torch.testing.assert_close(batch.rollout_logprobs, expected.rollout_logprobs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, servers, prompts):
+def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_the_same(engine, prompts):
     params = dataclasses.replace(BASE, stop_tokens=(), max_new_tokens=200)
     requests = [
         Request(tokens=tuple(prompts.rows([row]).tokens.tolist()), params=params, prompt_index=row, sample_index=sample)
         for row in range(len(prompts))
         for sample in range(8)
     ]
-    before, shared = len(servers), dict[Path, int]()
+    supervisor, shared = engine._connection.supervisor, dict[Path, int]()
 
     def sampled(*, kills: bool) -> list[list[int]]:
         numbers, tokens, num_steps = [engine.submit(request) for request in requests], dict[int, list[int]](), 0
@@ -347,14 +347,13 @@ def test_a_server_that_is_killed_half_way_is_started_again_and_every_rollout_is_
                 tokens.setdefault(output.request_id, []).extend(output.tokens)
             num_steps += 1
             if kills and num_steps == 2:  # requests are under way
-                [running] = [server for server in servers if server.ended() is None]  # other tests have ended theirs
-                shared.update(shared_files(running.pid))
-                os.killpg(running.pid, signal.SIGKILL)
+                shared.update(shared_files(supervisor._server.pid))
+                os.killpg(supervisor._server.pid, signal.SIGKILL)
         return [tokens[number] for number in numbers]
 
-    expected = sampled(kills=False)
+    expected, before = sampled(kills=False), supervisor.num_servers
     assert sampled(kills=True) == expected
-    assert len(servers) == before + 1
+    assert supervisor.num_servers == before + 1
     assert shared
     assert not any(path.exists() for path in shared), "what the killed one had in memory with a name is gone"
 
