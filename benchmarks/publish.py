@@ -301,7 +301,7 @@ class Trainer:
         return self.memory and self.memory.exposed(self.held, self.shard.trained())
 
     @contextlib.contextmanager
-    def open_source(self) -> Iterator[Sender]:
+    def open_sender(self) -> Iterator[Sender]:
         yield Sender(self.shard.trained())
 
 

@@ -191,7 +191,7 @@ def loss_of(shard: ModelShard, part: Sequences, at: Tensor) -> tuple[Tensor, Met
     if isinstance(part, PairBatch | DistilledBatch):
         beside = part.top_tokens[at] if isinstance(part, DistilledBatch) and part.top_tokens is not None else None
         outputs = policy_outputs(shard, part, at, TEMPERATURE, beside)
-        inputs = LossInputs(part, at, lambda tensor: tensor.to(device), is_on_policy=True)
+        inputs = LossInputs(part, at, lambda tensor: tensor.to(device), is_first_step=True)
         total, _ = LOSSES["pairs" if beside is None else "top k"](outputs, inputs)
     elif isinstance(part, ActorBatch):
         outputs = policy_outputs(shard, part, at, TEMPERATURE)

@@ -290,7 +290,7 @@ class Trainer:
         return self.memory.exposed(self.held, self.shard.trained())
 
     @contextlib.contextmanager
-    def open_source(self):
+    def open_sender(self):
         yield Sender(self.shard.trained())
 
 

@@ -54,7 +54,7 @@ class DistillationLoss:
         judged = said.isfinite()
         teacher = torch.where(judged, said, logprobs.detach())
         old = logprobs.detach()
-        if not inputs.is_on_policy:
+        if not inputs.is_first_step:
             assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
             old = inputs.at_tokens(rows.old_logprobs)
         num_judged = float(judged.sum())

@@ -58,8 +58,8 @@ class LossInputs(Generic[BatchT_co]):
     """[N] int64: where in the rows the trained tokens are."""
     send: Callable[[Tensor], Tensor]
     """Moves a tensor to the model's device."""
-    is_on_policy: bool
-    """Whether the weights are still those from the start of the update."""
+    is_first_step: bool
+    """Whether this is the first optimizer step of an update: the weights are still those from its start."""
 
     def at_tokens(self, field: Tensor) -> Tensor:
         """Return a field of the rows at the trained tokens, on the model's device: [T] -> [N]."""
@@ -88,7 +88,7 @@ class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
 class ActorLoss:
     """A policy loss, minus an entropy bonus, plus the KL where it belongs to the loss.
 
-    In the first pass of an update its own logprobs are the old ones, so the ratio is exactly 1. Old logprobs from a
+    In an update's first mini-batch its own logprobs are the old ones, so the ratio is exactly 1. Old logprobs from a
     separate pass are only compared with them, and do not change that pass.
     """
 
@@ -130,7 +130,7 @@ class ActorLoss:
         rows, logprobs = inputs.rows, outputs.logprobs
         everything = torch.ones_like(logprobs, dtype=torch.bool)
         old = logprobs.detach()
-        if not inputs.is_on_policy:
+        if not inputs.is_first_step:
             assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
             old = inputs.at_tokens(rows.old_logprobs)
         tokens = PolicyTokens(

@@ -3,9 +3,9 @@
 A call names the worker's method itself, so that an editor jumps to it and a type checker knows its
 arguments and result. It can be awaited, blocked on, or passed to another group before its result exists:
 
-    logprobs = await group.call(ActorWorker.logprobs, batch)
-    logprobs = group.call(ActorWorker.logprobs, batch).result()
-    other.call(CriticWorker.train, group.call(ActorWorker.logprobs, batch).reference)
+    squares = await group.call(Counter.squares, numbers)
+    squares = group.call(Counter.squares, numbers).result()
+    other.call(Adder.add, group.call(Counter.squares, numbers).reference)
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class WorkerGroup(Generic[WorkerT]):
             await self._make(new)
         return new
 
-    async def kept(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def retried(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Wait for some work, and do it again, from the beginning, after workers were lost and made again.
 
         Args:

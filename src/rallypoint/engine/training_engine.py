@@ -163,7 +163,7 @@ class TrainingEngine(Generic[BatchT]):
         """Compute the gradients of this rank's rows; a loss that is not finite does not end the passes.
 
         Returns:
-            Metrics, and what went wrong. In either case ranks that share passes have completed all of them.
+            Metrics, and what went wrong. Ranks that share passes have then completed all of them, or begun none.
         """
         assert self.optimizer is not None, "an engine without optimizer evaluates only"
         try:
@@ -179,7 +179,7 @@ class TrainingEngine(Generic[BatchT]):
                     self._sharding.backward(self._sharding.run(functools.partial(self._nothing, part, positions)))
                     continue
                 total, metrics = self._sharding.run(functools.partial(loss, part, positions))
-                self._sharding.backward(_divided(total, denominator))
+                self._sharding.backward(_divided(total, denominator))  # half precision: on to AdamW's masters
                 measured.append(metrics)
                 passed.append((rows, total.detach().sum()))
         # Read all at once: to read each after its pass would wait for the device while it has nothing else to do.

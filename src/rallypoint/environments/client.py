@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Client(Protocol):
-    """Samples for one episode."""
+    """Samples for one episode; in a run it is `sampling.client.EpisodeClient`."""
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Sampling with an engine that has no other requests: a whole batch, or one stream."""
+"""Sampling with an engine that has no other requests: a whole batch, or one stream; and how any response is a turn."""
 
 from __future__ import annotations
 

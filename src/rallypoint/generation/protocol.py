@@ -201,7 +201,7 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps completed when the loaded weights were made."""
+        """Optimizer steps taken or left out when the loaded weights were made."""
         ...
 
     @property

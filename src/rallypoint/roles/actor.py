@@ -64,7 +64,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         self._digest: str | None = None
         """Digest of the weights, if it was computed since they last changed."""
         self.num_frozen_steps = spec.config.num_frozen_steps
-        ActorParts(self.engine, self._open_source, self._exposed).leave(context)
+        ActorParts(self.engine, self._open_sender, self._exposed).leave(context)
         self._connection = StreamConnection(context, spec)
         if "actor" in spec.config.sleeping:
             self.lease.sleep_between(self.engine)
@@ -107,7 +107,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     def connect(self, stream: Stream, plan: TransferPlan) -> None:
-        """Connect to the rollout ranks, if this rank sends something, and no rollout rank of its process does that."""
+        """Connect to the rollout ranks, if this rank sends something, and its process is no member already."""
         self._connection.close()
         place = plan.place_of_sender(self.context.rank)
         if place is not None and plan.members[place].receiver is None:
@@ -117,7 +117,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     def send(self, version: int) -> None:
         """Send this rank's part of the trained weights, if it is connected."""
         if self._connection.is_open:
-            with self._open_source() as source:
+            with self._open_sender() as source:
                 self._connection.transport.run(version, source, None, self.context.tick)
 
     @broadcast
@@ -131,7 +131,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return None if self._shared is None else self._shared.exposed(self._held(), self.engine.shard.trained())
 
     @contextlib.contextmanager
-    def _open_source(self) -> Iterator[Sender]:
+    def _open_sender(self) -> Iterator[Sender]:
         """Take the memory for this role, and offer its weights for sending."""
         with self.lease.held(doing="publish"):
             yield Sender(self.engine.shard.trained())
@@ -142,9 +142,9 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return policy_outputs(self.engine.shard, rows, at, self.config.temperature, others)
 
     def check(self, outputs: TokenOutputs, inputs: LossInputs[BatchT]) -> Metrics:
-        """In the first pass over rollouts, compare its logprobs with the judging pass's, or else the sampler's."""
+        """In the first mini-batch of an update, compare its logprobs with the judging pass's, or else the sampler's."""
         rows, at = inputs.rows, inputs.positions
-        if not isinstance(rows, ActorBatch) or not inputs.is_on_policy:
+        if not isinstance(rows, ActorBatch) or not inputs.is_first_step:
             return Metrics()
         own = outputs.logprobs.detach().cpu()
         if rows.old_logprobs is not None:
@@ -289,16 +289,16 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
             await self._digest()
         await super().save(folder)
 
-    async def publish(self, rollouts: Subscriber) -> None:
+    async def publish(self, subscriber: Subscriber) -> None:
         """Give the rollout role the current weights.
 
         Raises:
             WeightsMismatchError: ranks that should hold equal weights do not, or not all weights arrived.
             PublishError: they did not arrive in time.
         """
-        rollouts.announce(self.version, await self._digest())
-        rollouts.role.publisher = self
-        await self._group.kept(lambda: rollouts.role.transport.publish(self, rollouts))
+        subscriber.announce(self.version, await self._digest())
+        subscriber.role.publisher = self
+        await self._group.retried(lambda: subscriber.role.transport.publish(self, subscriber))
         self.is_published.set()
 
     @property

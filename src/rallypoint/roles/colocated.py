@@ -45,7 +45,7 @@ class ActorParts:
     """What an actor worker leaves for a rollout or reference worker of its process."""
 
     engine: TrainingEngine[Any]
-    open_source: Callable[[], contextlib.AbstractContextManager[Sender]]
+    open_sender: Callable[[], contextlib.AbstractContextManager[Sender]]
     """Opens the weights to publish, which are awake until it is closed."""
     exposed: Callable[[], Exposed | None]
     """Returns what other processes of the node read from where it is."""

@@ -135,11 +135,11 @@ class ModelReplica:
         """See `Replica`."""
         weights = trained_weights(self._shard.model)
         sink = Receiver(self._plan.manifest, weights, version)
-        with contextlib.ExitStack() as open_sources:
+        with contextlib.ExitStack() as open_senders:
             source = None
             if self._sends:
                 assert self._actor is not None, "the actor's rank of this process left its parts"
-                source = open_sources.enter_context(self._actor.open_source())
+                source = open_senders.enter_context(self._actor.open_sender())
             self._connection.transport.run(version, source, sink, self._context.tick)
         sink.finish()
         return fingerprint(weights)
@@ -149,7 +149,7 @@ class ServerReplica:
     """Weights of a rollout rank whose model is in a server; see `Replica`.
 
     The server's workers are receivers of their own, which this process invites. If it has a rank of the actor, too, it
-    sends while they receive. Weights from other nodes it receives itself, and passes them on; see `weights.relay`.
+    sends while they receive. Weights that are broadcast it receives itself, and passes them on; see `weights.relay`.
     """
 
     shares_actor = False
@@ -253,12 +253,12 @@ class ServerReplica:
         grace_s = 0.0 if is_direct else _GRACE_S
         receive = functools.partial(self._server.receive, version, given_up)
         together = self._together(receive, given_up, is_cause=is_direct, grace_s=grace_s)
-        with together as received, contextlib.ExitStack() as open_sources:
+        with together as received, contextlib.ExitStack() as open_senders:
             if self._place is not None:
                 source = None
                 if self._plan.members[self._place].sender is not None:
                     assert self._actor is not None, "it sends what the actor's rank of this process left"
-                    source = open_sources.enter_context(self._actor.open_source())
+                    source = open_senders.enter_context(self._actor.open_sender())
                 self._connection.transport.run(version, source, sink, self._context.tick)
             if sink is not None:
                 sink.finish()
@@ -281,7 +281,7 @@ class ServerReplica:
             do: called in another thread.
             given_up: ends it.
             is_cause: whether of two errors the server's is raised, not that of the block.
-            grace_s: seconds that the server still has when the block has ended well before the call is cancelled.
+            grace_s: seconds that the server still has when the block succeeded and the call is cancelled afterwards.
 
         Raises:
             PublishError, WeightsMismatchError: the server's, which the run says: it gets a folder instead.

@@ -69,4 +69,4 @@ async def per_token(
         replays: whether the group is the policy, which sends tokens to the experts that its sampler chose.
     """
     parts, place = deal(batch.widen(PolicySequences if replays else Sequences), group.mesh.num_parts, attention_cost)
-    return PerToken.join(await group.kept(lambda: group.call(method, parts, *args))).rows(place).values
+    return PerToken.join(await group.retried(lambda: group.call(method, parts, *args))).rows(place).values

@@ -71,7 +71,7 @@ def measured(loss: LossFunction[BatchT, Any], outputs: Tensor, batch: BatchT, *,
     at = batch.loss_mask.nonzero().flatten()
     by_token = len(outputs) == batch.num_tokens
     said = TokenOutputs(outputs[at], torch.zeros(len(at))) if by_token else outputs  # nobody asks for entropies
-    _, metrics = loss(said, LossInputs(batch, at, lambda tensor: tensor, is_on_policy=False))
+    _, metrics = loss(said, LossInputs(batch, at, lambda tensor: tensor, is_first_step=False))
     return merge(metrics, Metrics({"score": metrics[score]}))
 
 

@@ -111,9 +111,9 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         del outputs, inputs
         return Metrics()
 
-    def _loss_of(self, rows: BatchT, at: Tensor, *, is_on_policy: bool) -> tuple[Tensor, Metrics]:
+    def _loss_of(self, rows: BatchT, at: Tensor, *, is_first_step: bool) -> tuple[Tensor, Metrics]:
         """Return the loss of the rows of a micro-batch, and what to watch."""
-        inputs = LossInputs(rows, at, functools.partial(sent, device=self.engine.model.device), is_on_policy)
+        inputs = LossInputs(rows, at, functools.partial(sent, device=self.engine.model.device), is_first_step)
         outputs = self.forward(rows, at)
         if isinstance(rows, ActorBatch) and rows.places is not None and isinstance(outputs, TokenOutputs):
             self._passes.append((rows.places[at], torch.stack([outputs.logprobs, outputs.entropy]).detach()))
@@ -161,7 +161,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             ):
                 metrics = self.engine.train(
                     part,
-                    functools.partial(self._loss_of, is_on_policy=index == 0),
+                    functools.partial(self._loss_of, is_first_step=index == 0),
                     denominator=batches.denominators[index],
                     step=step - frozen,
                     num_steps=self.config.trainer.num_steps - frozen,

@@ -354,12 +354,12 @@ class Placement:
         """Have every role recorded in a step, until `measured` is called."""
         folder = self.folder.path / "profile"
         for group in self.groups.values():
-            await group.kept(lambda group=group: group.call(LeaseHolder.profile, folder, step))
+            await group.retried(lambda group=group: group.call(LeaseHolder.profile, folder, step))
 
     async def measured(self) -> tuple[Metrics, dict[str, list[Sequence[Work]]]]:
         """Return the peak memory of every role, and what each of its ranks did, since this was last asked."""
         measured = await asyncio.gather(
-            *(group.kept(lambda group=group: group.call(LeaseHolder.measured)) for group in self.groups.values())
+            *(group.retried(lambda group=group: group.call(LeaseHolder.measured)) for group in self.groups.values())
         )
         found = dict(zip(self.groups, measured, strict=True))
         memory = merge(*(merge(*(one for one, _ in ranks)).prefixed(role) for role, ranks in found.items()))

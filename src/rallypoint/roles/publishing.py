@@ -138,7 +138,7 @@ class Replica(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class WeightTransport(abc.ABC):
-    """A way of weights from the actor to the rollout role."""
+    """A way of weights from the actor to the rollout role; `weights.Transport` is one member's open end of a stream."""
 
     kind: TransportKind
 
@@ -313,8 +313,8 @@ def make_plan(
 ) -> TransferPlan:
     """Return who takes part in a transport: all rollout ranks, and the ranks of the actor that have something to send.
 
-    Where rollout ranks have servers, the workers of these are the receivers, or, of what is broadcast, the processes of
-    these ranks, which pass it on; ranks that share a server may still send.
+    Where ranks have servers, the servers' workers receive within a node; of a broadcast the process of each rank with a
+    server does, and passes it on. The other ranks of a server take part only if they send.
 
     Args:
         stream: that they take part in.

@@ -41,7 +41,7 @@ from rallypoint.weights import TransferPlan, published_folder
 
 
 class RolloutWorker(RolloutRank):
-    """One rank of sampling."""
+    """One rank of sampling; of ranks that share a server, all but the first are a `ServerFollower` (`RolloutRank`)."""
 
     def __init__(self, context: WorkerContext, spec: WorkerSpec, shares_actor: bool) -> None:
         config = spec.config
@@ -54,7 +54,7 @@ class RolloutWorker(RolloutRank):
         self._is_sampling = False
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
-        """Engine in a process of its own that holds the model; None if this process holds it."""
+        """Engine whose server, another process, holds the model; None if this process holds it."""
         sharing = ServerRanks.meet(context, spec) if config.rollout.engine == "vllm" else None
         if sharing is not None:
             self._server = start_server(spec, context, sharing.devices, self._until)
@@ -192,7 +192,7 @@ class RolloutWorker(RolloutRank):
         """
         self._problem = f"version {version} was not loaded whole"
         digest = transport.load(self._replica, version, published)
-        if self._server is None:  # which has the version with the weights
+        if self._server is None:  # a server has the version already
             self._engine.load(version, None)
         self._problem = None
         return digest
@@ -241,7 +241,7 @@ class Rollouts:
         return self._group.mesh.num_parts
 
     async def advance(self, rank: int, asked: SliceRequest) -> SliceResult:
-        """Have a rank sample for a slice; it is sent at once, before the first wait."""
+        """Have a rank sample for a slice; the request is sent at once, before the first wait."""
         self._sampling.add(rank)
         done = await self._group.call_ranks(self._group.mesh.sharing(rank), RolloutWorker.advance, asked)
         if not done.is_sampling:

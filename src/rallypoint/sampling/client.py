@@ -290,7 +290,7 @@ class EpisodeClient:
             self._asking.discard(task)
         if not said and call.tokens == self.prompt:
             said = tuple((one.role, one.content) for one in self._prompt.example.prompt)
-        turn = dataclasses.replace(as_turn((), outputs), said=said, state=state)
+        turn = dataclasses.replace(as_turn((), outputs), said=said, state=state)  # `Calls.end` adds its prompt
         if turn.truncated:
             turn = dataclasses.replace(turn, limit=self._limit(request, turn))
         turn = self._calls.end(call, turn)  # one that failed leaves nothing: it may be repeated

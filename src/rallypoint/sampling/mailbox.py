@@ -390,7 +390,7 @@ class Mailbox:
         self.schedule.announce(version, digest)
 
     async def load(self, version: int, published: Path | None = None) -> None:
-        """Load new weights on every rank, between two slices: from a folder, or as they arrive."""
+        """Load new weights, from a folder or as they arrive: between two slices, as ranks execute calls in order."""
         await self.schedule.load(version, functools.partial(self._load, version, published))
         self.version = version
         self.num_loads += 1

@@ -1,7 +1,7 @@
 """One carrier per stage of a training step, each with all its fields filled.
 
-    Prompts -> RolloutBatch -> ScoredBatch -> JudgedBatch (-> ValuedBatch) -> ActorBatch, CriticBatch
-     admitted     sampled        rewarded       compared        valued          weighed, ready to learn
+    RolloutBatch -> ScoredBatch -> JudgedBatch (-> ValuedBatch) -> ActorBatch, CriticBatch
+      sampled        rewarded       compared        valued          weighed, ready to learn
 
 Frame of reference: every per-token field is aligned with `tokens`. `logprobs[t]` is the log-probability
 of token t given the tokens before it in its row, and `values[t]` is the value of the state in which
@@ -33,7 +33,7 @@ from rallypoint.types.carrier import Carrier, per_row, per_token
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts(Carrier):
-    """Prompts to be answered, as token ids; here B counts prompts."""
+    """Prompts to be answered without a run, as token ids; here B counts prompts."""
 
     tokens: Tensor = per_token()
     """[T] int64."""
@@ -170,7 +170,7 @@ class RolloutBatch(PolicySequences):
     rollout_logprobs: Tensor = per_token()
     """[T] float32: logprobs under the model as trained: its full distribution at the sampling temperature."""
     versions: Tensor = per_row()
-    """[B] int64: optimizer steps completed when the oldest weights that sampled a token of this row were made."""
+    """[B] int64: `Learner.version` of the oldest weights that sampled a token of this row."""
     truncated: Tensor = per_row()
     """[B] bool: True if the rollout ended at the length limit and not by itself."""
     sampled_logprobs: Tensor | None = per_token(optional=True)
@@ -178,8 +178,8 @@ class RolloutBatch(PolicySequences):
     narrowed it, so that they equal `rollout_logprobs`."""
 
     token_versions: Tensor | None = per_token(optional=True)
-    """[T] int64: optimizer steps completed when the weights that sampled each token were made, zero where `loss_mask`
-    is False; None in runs in which `versions` says it for whole rows."""
+    """[T] int64: `Learner.version` of the weights that sampled each token, zero where `loss_mask` is False; None
+    in runs in which `versions` says it for whole rows."""
     steps_behind: Tensor | None = per_token(optional=True)
     """[T] int64: steps of training that are in the actor's weights and not in those that the keys and values before
     each token come from; zero where `loss_mask` is False. None in runs that sample and train in turns."""

@@ -1,6 +1,6 @@
 """Weight sync: from the ranks of the actor to those of the rollout role.
 
-Must not know: roles, when weights are published.
+Must not know: what the roles do, and when weights are published.
 """
 
 from rallypoint.weights.checksums import fingerprint

@@ -1,4 +1,4 @@
-"""Weights for a server on another node than the actor: its rank's process receives them, and passes them on.
+"""Weights that are broadcast, for a server: its rank's process takes part, and passes them on.
 
 Owns: who takes part on the rank's node, and how a bucket gets from one transport into the other. Must not know: which
 server it is. A bucket is passed on byte for byte, with the checksums of its sender, so that the server's workers verify

@@ -110,7 +110,7 @@ class _Learner:
         actor_batch, critic_batch = weigh_valued(valued, advantage, kl=self.kl, aggregation=aggregation, mask=mask)
         loss = ClippedValueLoss(clip=self.cell.value_clip)
         for _ in range(4):
-            inputs = _inputs(critic_batch, is_on_policy=False)
+            inputs = _inputs(critic_batch, is_first_step=False)
             found = self.critic[self.observations(critic_batch)][inputs.positions]
             _minimise(self.critic_optimizer, loss(found, inputs)[0] / loss.denominator(critic_batch))
         return actor_batch
@@ -127,17 +127,17 @@ class _Learner:
             is_single_update=self.cell.num_epochs * self.cell.num_mini_batches == 1,
         )
         batch = loss.with_selected(batch, len(self.past))
-        is_on_policy = True
+        is_first_step = True
         for _ in range(self.cell.num_epochs):
             prompts = torch.randperm(len(self.task.starts), generator=self.generator)
             order = prompts[batch.prompt_index].argsort(stable=True)
             for part in batch.rows(order).split(self.cell.num_mini_batches):
                 if not part.num_loss_tokens:
                     continue  # its rows are masked: a step of nothing, as in a run
-                inputs = _inputs(part, is_on_policy=is_on_policy)
+                inputs = _inputs(part, is_first_step=is_first_step)
                 total, _ = loss(self.outputs(part, inputs.positions), inputs)
                 _minimise(self.optimizer, total / loss.denominator(part))
-                is_on_policy = False
+                is_first_step = False
 
     def observations(self, rows: Sequences) -> Tensor:
         """Return what the policy sees at each token: [T]."""
@@ -156,9 +156,9 @@ class _Learner:
         return TokenOutputs(logprobs=logprobs, entropy=-(of_token.exp() * of_token).sum(-1).detach())
 
 
-def _inputs(rows: Any, *, is_on_policy: bool) -> LossInputs[Any]:
+def _inputs(rows: Any, *, is_first_step: bool) -> LossInputs[Any]:
     at = rows.loss_mask.nonzero().flatten()
-    return LossInputs(rows=rows, positions=at, send=lambda tensor: tensor, is_on_policy=is_on_policy)
+    return LossInputs(rows=rows, positions=at, send=lambda tensor: tensor, is_first_step=is_first_step)
 
 
 def _minimise(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

@@ -41,10 +41,10 @@ def batch_of(teacher, old=None, lengths=None, sampler=None):
     )
 
 
-def run(loss, logprobs, batch, *, is_on_policy=True):
+def run(loss, logprobs, batch, *, is_first_step=True):
     at = batch.loss_mask.nonzero().flatten()
     outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
-    return loss(outputs, LossInputs(batch, at, lambda tensor: tensor, is_on_policy))
+    return loss(outputs, LossInputs(batch, at, lambda tensor: tensor, is_first_step))
 
 
 def divergence(name, student, teacher):
@@ -67,7 +67,7 @@ def test_the_expected_gradient_is_that_of_the_divergence(name, moved):
     found = torch.zeros_like(wanted)
     for token in range(VOCABULARY):  # every token that may be sampled, as often as it is
         batch = batch_of(teacher[token : token + 1].detach(), old[token : token + 1] if moved else None)
-        total, _ = run(loss, student[token : token + 1], batch, is_on_policy=not moved)
+        total, _ = run(loss, student[token : token + 1], batch, is_first_step=not moved)
         (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
         found += old[token].exp() * gradient
     # The advantage of a policy gradient is that of the policy that sampled: near to it, up to second order.
@@ -92,7 +92,7 @@ def test_with_a_correction_the_expected_gradient_is_that_of_the_divergence_thoug
         for token in range(VOCABULARY):
             at = slice(token, token + 1)
             batch = batch_of(teacher[at], old[at], sampler=sampler[at])
-            total, _ = run(loss, student[at], batch, is_on_policy=not moved)
+            total, _ = run(loss, student[at], batch, is_first_step=not moved)
             (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
             found[corrections] += sampler[token].exp() * gradient
     without, *corrected = found.values()
@@ -130,7 +130,7 @@ def test_a_corrected_divergence_is_that_of_loops_over_tokens_with_its_gradient(n
         return found
 
     leaf = new.clone().requires_grad_()
-    total, _ = run(loss, leaf, batch, is_on_policy=False)
+    total, _ = run(loss, leaf, batch, is_first_step=False)
     assert float(total.detach()) == pytest.approx(by_tokens(new.tolist()), rel=1e-12)
     (gradient,) = torch.autograd.grad(total, leaf)
     for t in range(num):
@@ -161,7 +161,7 @@ def test_the_gap_to_the_teacher_is_that_of_the_student_that_sampled(name):
     for moved in (0.0, 0.3):
         logprobs = (old + moved).requires_grad_()
         _, metrics = run(
-            DistillationLoss(name=name, objective=CLIP), logprobs, batch_of(said, old), is_on_policy=not moved
+            DistillationLoss(name=name, objective=CLIP), logprobs, batch_of(said, old), is_first_step=not moved
         )
         assert metrics.scalars()["teacher_kl"] == pytest.approx((0.75 - 1.0) / 2)
 

@@ -111,7 +111,7 @@ def gradient(
         rows = weigh(batch, nothing, kl=kl, aggregation=aggregation, mask=mask)
         kept = torch.isin(batch.sample_index, rows.sample_index)[batch.row_of_token]
         trained = rows.loss_mask.nonzero().flatten()
-        inputs = LossInputs(rows=rows, positions=trained, send=lambda x: x, is_on_policy=False)
+        inputs = LossInputs(rows=rows, positions=trained, send=lambda x: x, is_first_step=False)
         seen = logprobs[kept & batch.loss_mask]
         total, _ = loss(TokenOutputs(seen, torch.zeros_like(seen)), inputs)
         return 2.0 * len(responses) * total / max(loss.denominator(rows), 1.0)

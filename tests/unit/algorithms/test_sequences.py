@@ -113,7 +113,7 @@ def gradient(loss, batch, num_tokens, num_mini_batches):
                 at = rows.loss_mask.nonzero().flatten()
                 own = outputs[rows.tokens[at]]
                 given = TokenOutputs(own, -own) if isinstance(loss, ActorLoss) else own
-                inputs = LossInputs(rows, at, lambda tensor: tensor, is_on_policy=False)
+                inputs = LossInputs(rows, at, lambda tensor: tensor, is_first_step=False)
                 total = total + loss(given, inputs)[0] / denominator
     total.backward()
     return total.detach(), outputs.grad

@@ -41,7 +41,7 @@ def run(loss, outputs, batch):
     """Return loss / denominator and metrics."""
     at = batch.loss_mask.nonzero().flatten()
     said = outputs if isinstance(loss, BradleyTerry) else TokenOutputs(outputs, torch.zeros_like(outputs))
-    total, metrics = loss(said, LossInputs(batch, at, lambda tensor: tensor, is_on_policy=True))
+    total, metrics = loss(said, LossInputs(batch, at, lambda tensor: tensor, is_first_step=True))
     assert total.dtype == torch.float64
     assert total.shape == ()
     return total / loss.denominator(batch), metrics

@@ -67,7 +67,7 @@ def loss_of(loss, rows, *, shift):
     """The loss of some rows, and its gradient."""
     at = rows.loss_mask.nonzero().squeeze(-1)
     logprobs = (rows.old_logprobs[at] + shift).requires_grad_()
-    inputs = LossInputs(rows=rows, positions=at, send=lambda x: x, is_on_policy=False)
+    inputs = LossInputs(rows=rows, positions=at, send=lambda x: x, is_first_step=False)
     total, metrics = loss(TokenOutputs(logprobs=logprobs, entropy=logprobs.detach() ** 2), inputs)
     total.backward()
     assert logprobs.grad is not None

@@ -302,7 +302,7 @@ class OneWorker:
         self.calls.append(method.__name__)
         return rule_of(method).join([method(self.worker, *arguments)])
 
-    async def kept(self, work):
+    async def retried(self, work):
         return await work()
 
 
@@ -557,8 +557,8 @@ def test_where_other_terms_learn_from_them_rows_without_a_signal_are_computed(co
 
 def test_logprobs_that_are_infinite_are_nan_as_a_ratio_to_them_could_be_clipped_to_a_finite_one(worker):
     class Broken(OneWorker):
-        async def kept(self, work):
-            (found,) = await super().kept(work)
+        async def retried(self, work):
+            (found,) = await super().retried(work)
             found.values[found.values < 0] = -math.inf
             return [found]
 

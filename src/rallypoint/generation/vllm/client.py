@@ -170,7 +170,7 @@ async def call(at: Address, path: str, body: dict[str, Any] | None = None, expec
 
 
 async def call_workers(at: Address, method: str, argument: str | int) -> list[dict[str, Any]]:
-    """Return what all workers of a server answer to a method of ours.
+    """Return what all workers of a server answer to a method of ours: of `Loading`, in `inside/rallypoint_vllm.py`.
 
     Raises:
         LostError: see `call`.

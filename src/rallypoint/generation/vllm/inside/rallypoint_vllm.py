@@ -148,7 +148,9 @@ class Loading:
             self.rallypoint_receiver = None
 
     def rallypoint_receive(self, version: int) -> dict[str, object]:
-        """Take over weights as they arrive, each tensor after its checksums were compared; see `rallypoint_load`.
+        """Take over weights as they arrive; see `rallypoint_load`.
+
+        Checksums are compared: on processors before a tensor is loaded, on accelerators at the end.
 
         Returns:
             What `rallypoint_load` returns, and `digest`, of all checksums.
