@@ -152,7 +152,10 @@ def test_without_a_gcs_the_work_goes_on_to_its_end_and_that_is_said(tmp_path, ho
     assert status == 7
 
 
-@pytest.mark.parametrize("moment", [pytest.param("placement", marks=pytest.mark.slow), "rendezvous"])
+# A GCS that is killed while the program works is always lost above; tests/unit/cluster/test_ray_thread.py has what is
+# said of one that goes while it is asked, or was gone before.
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["placement", "rendezvous"])
 def test_a_gcs_that_is_lost_while_a_program_starts_is_named_in_seconds_and_a_second_start_is_told_what_to_do(
     tmp_path, moment
 ):

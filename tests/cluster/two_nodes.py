@@ -27,7 +27,7 @@ OTHER_VERSION = "0.0.0+other"
 RAY = """
 from ray._private.node import Node
 
-for name in ("start_log_monitor", "start_monitor", "start_api_server"):
+for name in ("start_log_monitor", "start_monitor", "start_api_server", "start_ray_client_server"):
     setattr(Node, name, lambda *_, **__: None)
 from ray.scripts.scripts import main
 
@@ -63,6 +63,7 @@ def start() -> Iterator[TwoNodes]:
     trusted = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON"))}
     environment |= trusted | {"HOME": str(folder), "PYTHONUNBUFFERED": "1", reaper.MARK: mark}
+    environment["RAY_prestart_worker_first_driver"] = "0"  # of workers that nobody asks for
     processes: list[subprocess.Popen[str]] = []
 
     def ray_start(name: str, ip: str, *arguments: str) -> str:

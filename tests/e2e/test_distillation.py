@@ -75,7 +75,7 @@ def column(run, name):
         pytest.param("reverse", "null", marks=pytest.mark.slow),
         pytest.param("forward", 4, marks=pytest.mark.slow),
         pytest.param("mixed", "null", marks=pytest.mark.slow),
-        ("mixed", 4),
+        pytest.param("mixed", 4, marks=pytest.mark.slow),  # its steps are compared below, with one of each kind
     ],
 )
 def test_a_student_comes_near_to_its_teacher(runs, loss, top_k):

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "split/reference.logprobs:step=3:kill": "and the reference",
     "split/rollout.advance:step=4:kill": "and a rank that samples",
     "split/rollout.load:step=3:kill": "and one that is published to",
+    "split/actor.save:n=1:kill": "it kills the actor, and test_interruptions.py a run before a checkpoint appears",
     "one/RolesStarted:kill": "test_interruptions.py kills a run that starts and has no checkpoint",
     "one/WeightsLoaded:n=3:kill": "it kills one between two checkpoints",
     "one/BatchTaken:n=3:kill": "and at the third of six steps",

@@ -186,7 +186,10 @@ def alone():
     return run
 
 
-@pytest.mark.parametrize(("runtime", "mesh"), [pytest.param(*MESHES[0], marks=pytest.mark.slow), *MESHES[1:]])
+# In threads, adapters of sft are cut over `tp` below, and pairs over `tp` and `sp`.
+@pytest.mark.parametrize(
+    ("runtime", "mesh"), [*(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES[:3]), MESHES[3]]
+)
 def test_sft_takes_the_same_steps_on_every_mesh_and_in_every_cut(sft, alone, runtime, mesh):
     cut = (f"cluster={{runtime: {runtime}, pools: {{main: [2]}}}}", "engine.max_tokens_per_micro_batch=30")
     found = start(sft, "cut", *cut, f"actor.mesh={mesh}")
@@ -290,6 +293,8 @@ def test_pairs_take_the_same_steps_on_every_mesh_and_in_every_cut(pairs, alone, 
         assert column(found, name) == pytest.approx(column(alone(pairs), name), rel=1e-4, abs=1e-5), name
 
 
+# Policies train adapters with sft above, which takes the same learner.
+@pytest.mark.parametrize("pairs", ["reward_model", pytest.param("dpo", marks=pytest.mark.slow)], indirect=True)
 def test_pairs_train_adapters_in_the_same_steps_on_a_mesh_also_after_a_resume_and_they_are_exported(pairs):
     mesh = "{tp: 2}" if "base: reward_model" in (pairs.folder.parent / "mine.yaml").read_text() else "{sp: 2}"
     run = check_adapters(pairs, mesh, ("actor/loss", "actor/grad_norm", "actor/margin", "validation/loss"))

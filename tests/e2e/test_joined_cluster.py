@@ -16,8 +16,11 @@ sys.modules[spec.name] = fixture
 spec.loader.exec_module(fixture)
 two_nodes = fixture.two_nodes
 
-# Two data-parallel ranks, one on each node, and a rollout worker in a process of its own.
+SHARDED = ("cluster.pools={main: [1, 1]}", "rollout.placement.num_ranks=1", "model.create.num_key_value_heads=2")
+SHARDED += tuple(f"{role}.mesh.tp=2" for role in ("actor", "critic", "reference"))
+"""A process on each node, with half of each matrix; one of them samples with all of it."""
 SPLIT = ("cluster.pools={main: [1, 1], sample: [1]}", "rollout.placement.pool=sample")
+"""Two data-parallel ranks, one on each node, and a rollout worker in a process of its own."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(sum(a == b for a, b in zip(solution_str, ground_truth)))
@@ -30,13 +33,15 @@ def train(overrides: list[str], environment: dict[str, str], cwd: Path) -> subpr
 
 
 @pytest.mark.parametrize(
-    ("rendezvous", "weights"), [("auto", "auto"), pytest.param("tcp", "folder", marks=pytest.mark.slow)]
+    ("layout", "rendezvous", "weights"),
+    [(SHARDED, "auto", "auto"), pytest.param(SPLIT, "tcp", "folder", marks=pytest.mark.slow)],
+    ids=["sharded", "split"],
 )
 def test_a_run_over_two_nodes_gives_the_weights_of_one_in_this_process(
-    two_nodes, runs, weights_of, tmp_path, rendezvous, weights
+    two_nodes, runs, weights_of, tmp_path, layout, rendezvous, weights
 ):
     (tmp_path / "rewards.py").write_text(REWARD)
-    own = (f"reward.function={tmp_path}/rewards.py:compute_score", *SPLIT)
+    own = (f"reward.function={tmp_path}/rewards.py:compute_score", "trainer.num_steps=2", *layout)
     here = runs.run("here", "cluster.runtime=inline", *own)
     joined = [f"cluster.address={two_nodes.address}", f"cluster.rendezvous={rendezvous}", f"rollout.weights={weights}"]
     # Relative to the driver's working directory, which is not that of the nodes.

@@ -26,7 +26,7 @@ def rally(*arguments):
 
 
 def test_a_run_killed_with_9_and_resumed_ends_with_the_same_adapters(runs, weights_of):
-    steps = ("trainer.num_steps=8", "checkpoint={every_steps: 2, keep: 2}")
+    steps = ("trainer.num_steps=6", "checkpoint={every_steps: 2, keep: 2}")
     whole = runs.run("whole", LORA, *steps, INLINE, ONE)
     process = runs.start("train", "digits", *runs.overrides("killed", LORA, *steps, INLINE, ONE))
     while not list((runs.folder / "killed").glob("checkpoints/step_*/manifest.json")):
@@ -41,11 +41,13 @@ def test_a_run_killed_with_9_and_resumed_ends_with_the_same_adapters(runs, weigh
     assert set(found) == names | {"training/actor.safetensors", "training/critic.safetensors"}
 
 
-def test_split_roles_and_ranks_on_ray_give_the_same_adapters_as_colocated_ones(runs, weights_of):
+# On Ray, test_same_weights.py does this with whole models, whose adapters take the same ways.
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_split_roles_and_ranks_give_the_same_adapters_as_colocated_ones(runs, weights_of, runtime):
     """On its own pool the rollout role gets adapters only, and the reference loads a model of its own."""
     colocated = runs.run("colocated", LORA, INLINE, ONE)
     pools = ("rollout.placement.pool=second", "reference.placement.pool=second")
-    split = runs.run("split", LORA, "cluster.runtime=ray", "cluster.pools={main: [1], second: [1]}", *pools)
+    split = runs.run("split", LORA, f"cluster.runtime={runtime}", "cluster.pools={main: [1], second: [1]}", *pools)
     assert weights_of(colocated) == weights_of(split)
 
 

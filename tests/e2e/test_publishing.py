@@ -23,6 +23,8 @@ def test_ranks_that_share_matrices_publish_to_a_rank_elsewhere_by_every_way(runs
         assert not run.published.exists()
 
 
+# test_two_to_one.py has two that shard a model publish by every way, to one with a process of its own.
+@pytest.mark.slow
 def test_processes_that_shard_a_model_publish_to_a_rank_beside_by_every_way(runs, weights_of):
     """Each of two processes sends a half of every tensor, and one of them takes over all."""
     common = (

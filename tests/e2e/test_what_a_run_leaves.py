@@ -36,8 +36,8 @@ WAYS = {
     "finished on Ray": None,
 }
 ON_RAY = [way for way in WAYS if way.endswith("on Ray")]
-SELDOM = ["a callback raised on Ray", "Ctrl-C on Ray", "SIGTERM on Ray"]
-"""Those that differ only in what the driver does, for which a run in one process stands."""
+SELDOM = ["a callback raised on Ray", "Ctrl-C on Ray", "SIGTERM on Ray", "finished on Ray"]
+"""Those that differ only in what the driver does, for which a run in one process stands, and one that failed on Ray."""
 INLINE = [way for way in WAYS if way not in ON_RAY]
 
 
