@@ -58,7 +58,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 # Machines are shared and the first example of a run pays for lazy imports, so no example is timed. Each run draws other
 # examples, so that a few are enough; `make test-slow` asks for as many as hypothesis would draw.
-settings.register_profile("rallypoint", deadline=None, max_examples=25)
+settings.register_profile("rallypoint", deadline=None, max_examples=12)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("rallypoint")
 

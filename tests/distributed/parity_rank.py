@@ -1,4 +1,4 @@
-"""One rank of the parity tables: takes three steps in every case that has a place for it and writes what it got."""
+"""One rank of the parity tables: takes steps in every case that has a place for it and writes what it got."""
 
 from __future__ import annotations
 
@@ -100,6 +100,9 @@ OF_FAMILIES = (
     ("cp4", "packed", "many"),
 )
 """The cells that other families have too: an actor's, in float64. Several axes at a time know nothing of families."""
+OF_OTHERS = ("gemma", "mistral", "qwen2")
+"""Families whose layers have nothing that no other has: Gemma 2's norms, Gemma 2's windows, gpt-oss's biases. Of their
+cells a few are enough beside the whole table."""
 OF_LOSSES = (
     ("1 process", "packed", "one micro-batch"),
     ("1 process", "packed", "many"),
@@ -121,6 +124,8 @@ BASES = tuple((*BASE, role, dtype) for role in COLUMNS[2] for dtype in COLUMNS[3
 WHOLE = "whole"
 """File that asks for the whole table."""
 NUM_STEPS = 3
+FEW_STEPS = 2
+"""Of what is no part of the whole table: the second step is the first with a state of the optimizer."""
 TEMPERATURE = 0.9
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8, 24, 24, 3)
 
@@ -148,17 +153,21 @@ def cases(*, whole: bool) -> Iterator[Case]:
     """
     of_qwen3 = list(itertools.product(MESHES, *COLUMNS)) if whole else [*pairwise(), *BASES]
     yield from (Case(*cell) for cell in dict.fromkeys(of_qwen3))
-    for family, cell in itertools.product(FAMILIES, OF_FAMILIES):
-        if whole or cell[0] != "1 process" or cell == BASE:
-            yield Case(*cell, "actor", "float64", family)
+    for place, family in enumerate(FAMILIES):
+        # Few: whoever shares rows (sp) does it in every family, but either packed or padded; then every other mesh.
+        few = [BASE, *(cell for number, cell in enumerate(OF_FAMILIES[2:]) if number != 2 + place % 2)]
+        few = [BASE, *few[1 + place % 2 :: 2]] if family in OF_OTHERS else few
+        yield from (Case(*cell, "actor", "float64", family) for cell in (OF_FAMILIES if whole else few))
     for place, mesh in enumerate(EXPERT_MESHES):
         yield from (Case(mesh, "packed", "many", "actor", "float64", family) for family in OTHER_MIXTURES)
         for role in COLUMNS[2] if whole else COLUMNS[2][place % 2 : place % 2 + 1]:
             yield Case(*BASE, role, "float64", "qwen3_moe")
-            for rows, cut in itertools.product(*COLUMNS[:2]) if whole else zip(COLUMNS[0], reversed(CAPS), strict=True):
+            few = [("padded", "one micro-batch"), *[("packed", "many")] * (mesh == "ep4")]
+            for rows, cut in itertools.product(*COLUMNS[:2]) if whole else few:
                 yield Case(mesh, rows, cut, role, "float64", "qwen3_moe")
-    for role, cell in itertools.product(LOSSES, OF_LOSSES):
-        yield Case(*cell, role, "float64")
+    for place, role in enumerate(LOSSES):
+        few = [cell for cell in OF_LOSSES if cell != OF_LOSSES[-1 - place]]  # of two meshes of two axes each has one
+        yield from (Case(*cell, role, "float64") for cell in (OF_LOSSES if whole else few))
 
 
 def pairwise() -> Iterator[tuple[str, ...]]:
@@ -236,7 +245,11 @@ class Models:
 
 
 def run(
-    case: Case, models: Models, part: ActorBatch | CriticBatch | PairBatch, denominator: float
+    case: Case,
+    models: Models,
+    part: ActorBatch | CriticBatch | PairBatch,
+    denominator: float,
+    num_steps: int = FEW_STEPS,
 ) -> dict[str, Tensor]:
     """Take the steps of a case and return this rank's numbers: `loss`, `grad_norm`, and its part of every weight."""
     shard = models.of(case)
@@ -247,13 +260,13 @@ def run(
         max_tokens_per_micro_batch=CAPS[case.cut],
         padded=case.rows == "padded",
     )
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, num_steps + 1):
         metrics = engine.train(
             part,
             lambda rows, at: loss_of(shard, rows, at),
             denominator=denominator,
             step=step,
-            num_steps=NUM_STEPS,
+            num_steps=num_steps,
         )
     numbers = dict(zip(("loss", "grad_norm"), loss_and_norm(metrics), strict=True))
     tensors = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
@@ -263,10 +276,10 @@ def run(
 
 
 def main(model_folder: str, folder: Path, rank: int) -> None:
-    rendezvous = open_meeting(folder)
+    rendezvous, whole = open_meeting(folder), (folder / WHOLE).exists()
     # The largest meshes first: nobody waits for ranks that are busy with smaller ones.
     ordered = sorted(
-        dict.fromkeys(cases(whole=(folder / WHOLE).exists())),
+        dict.fromkeys(cases(whole=whole)),
         key=lambda case: (-math.prod(ALL_MESHES[case.mesh].values()), case.mesh),
     )
     for name, of_mesh in itertools.groupby(ordered, lambda case: case.mesh):
@@ -278,5 +291,6 @@ def main(model_folder: str, folder: Path, rank: int) -> None:
             batch = make_batch(case.role)
             part = deal(batch, grid.num_parts, 0.01)[0][grid.part(rank)]
             loss = LOSSES.get(case.role)
-            got = run(case, models, part, loss.denominator(batch) if loss else batch.num_loss_tokens)
+            denominator = loss.denominator(batch) if loss else batch.num_loss_tokens
+            got = run(case, models, part, denominator, NUM_STEPS if whole else FEW_STEPS)
             safetensors.torch.save_file(got, folder / f"{case}, {rank}.safetensors")

@@ -1,6 +1,7 @@
-"""The parity table: three steps are the same on every mesh, packed and padded, in one micro-batch and in many.
+"""The parity table: some steps are the same on every mesh, packed and padded, in one micro-batch and in many.
 
-Four processes are started once; `parity_rank.py` is what they run. Run as a program, this file writes docs/parity.md:
+Four processes are started once; `parity_rank.py` is what they run: here two steps of some cells, of which
+`test_the_whole_table` takes three of all. Run as a program, this file writes docs/parity.md:
 
     PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py
 """
@@ -89,7 +90,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(cases(whole=False)), ids=str)
-def test_loss_gradient_norm_and_weights_after_three_steps_are_those_of_one_process(folder, case):
+def test_loss_gradient_norm_and_weights_after_some_steps_are_those_of_one_process(folder, case):
     check(folder, case)
 
 
@@ -117,10 +118,11 @@ def write_page(folder: Path) -> str:
             "Three optimizer steps on every device mesh, compared with the same steps in one process with packed rows "
             "in one micro-batch. A cell is the largest relative difference of the loss, of the gradient norm and of "
             f"any weight after the third step. Bounds: {TOLERANCES['float64']:.0e} in float64, "
-            f"{TOLERANCES['float32']:.0e} in float32. `tests/distributed/test_parity.py` tests so many "
-            "cells that any two values of different columns meet, with `make test-slow` all of them, and writes this "
-            "page: `PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py`. Ranks are "
-            "processes on CPUs, connected by gloo; rows are dealt to data-parallel ranks by cost, so that ranks have "
+            f"{TOLERANCES['float32']:.0e} in float32. `tests/distributed/test_parity.py` tests two steps of "
+            "so many cells that any two values of different columns meet, with `make test-slow` all of this, and "
+            "writes this page: `PYTHONPATH=tests/distributed:tests/shared python tests/distributed/test_parity.py`. "
+            "Ranks are processes on CPUs, connected by gloo; rows are dealt to data-parallel ranks by cost, so that "
+            "ranks have "
             "different numbers of rows and micro-batches. Rows of a group begin alike, which is computed once where "
             "they are in one micro-batch. The model is a Qwen3, but for the last table: other families differ within a "
             "layer, which single axes show.",

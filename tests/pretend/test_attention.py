@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerator_forms import accelerator_forms
+from grids import paired
 
 from rallypoint.models import PackedRows
 from rallypoint.models.fused import attend_fused
@@ -25,12 +26,12 @@ def attended(device, dtype, num_heads, num_kv_heads, size, window):
     return [part.detach().cpu() for part in (out, *gradients)]
 
 
-@pytest.mark.parametrize("window", [None, 64, 100])
-@pytest.mark.parametrize("size", [16, 12])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_layer_keeps_all_scores(pretend, dtype, num_heads, num_kv_heads, size, window):
-    shape = (dtype, num_heads, num_kv_heads, size, window)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "window"),
+    paired([torch.float32, torch.bfloat16], [(2, 2), (4, 2), (4, 1)], [16, 12], [None, 64, 100]),
+)
+def test_no_layer_keeps_all_scores(pretend, dtype, heads, size, window):
+    shape = (dtype, *heads, size, window)
     there = attended(DEVICE, *shape)
     assert not pretend.kernels["attention by math"]
     assert pretend.kernels["attention by flash" if dtype == torch.bfloat16 else "attention by efficient"]

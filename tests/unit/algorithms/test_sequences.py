@@ -40,6 +40,8 @@ ESTIMATORS = {
     "gae by turn": {"discount": 0.95, "gae_lambda": 0.9, "value_lambda": 1.0, "length_alpha": 0.5, "unit": "turn"},
 }
 AGGREGATIONS = ("token", "sequence", "fixed_length", "prompt")
+MASKS = {"all": RowMask(), "some": RowMask(truncated=True, zero_variance=True)}
+"""By which rows are trained."""
 
 
 def estimator(name):
@@ -120,16 +122,19 @@ def gradient(loss, batch, num_tokens, num_mini_batches):
 
 
 def combinations():
-    """Every two of estimator, aggregation and number of mini-batches; the other half of all three is slow."""
+    """Every two of estimator, aggregation, number of mini-batches and rows left out; all four are slow."""
     for place, (name, aggregation) in enumerate(itertools.product(ESTIMATORS, AGGREGATIONS)):
         row = place // len(AGGREGATIONS)
-        for num in (1, 2):
-            marks = () if (row + place + num) % 2 else pytest.mark.slow
-            yield pytest.param(name, aggregation, num, marks=marks, id=f"{name}-{aggregation}-{num}")
+        for num, (seed, masked) in itertools.product((1, 2), enumerate(MASKS)):
+            is_kept = (row + place + num) % 2 and (row + place // 2 + seed) % 2
+            marks = () if is_kept else pytest.mark.slow
+            yield pytest.param(name, aggregation, num, masked, marks=marks, id=f"{name}-{aggregation}-{num}-{masked}")
 
 
-@pytest.mark.parametrize(("name", "aggregation", "num_mini_batches"), [*combinations()])
-def test_a_rollout_cut_into_sequences_has_the_loss_and_gradient_of_the_whole(name, aggregation, num_mini_batches):
+@pytest.mark.parametrize(("name", "aggregation", "num_mini_batches", "masked"), [*combinations()])
+def test_a_rollout_cut_into_sequences_has_the_loss_and_gradient_of_the_whole(
+    name, aggregation, num_mini_batches, masked
+):
     actor_loss = ActorLoss(
         objective=OBJECTIVES["clip"](clip_low=0.2, clip_high=0.3, dual_clip=None),
         corrections=(),
@@ -147,11 +152,10 @@ def test_a_rollout_cut_into_sequences_has_the_loss_and_gradient_of_the_whole(nam
             gradient(loss, part, batch.num_tokens, num_mini_batches) for loss, part in [(actor_loss, actor), *of_critic]
         ]
 
-    for seed, mask in ((0, RowMask()), (1, RowMask(truncated=True, zero_variance=True))):
-        cut = rollouts(seed)
-        found, whole = learned(cut, mask), learned(dataclasses.replace(cut, sequence_starts=None), mask)
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-15)
-        assert all(bool(by_token.abs().sum() > 0) for _, by_token in found)
+    cut, mask = rollouts(list(MASKS).index(masked)), MASKS[masked]
+    found, whole = learned(cut, mask), learned(dataclasses.replace(cut, sequence_starts=None), mask)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-15)
+    assert all(bool(by_token.abs().sum() > 0) for _, by_token in found)
 
 
 def test_every_estimator_is_tried():

@@ -28,6 +28,12 @@ def make_engine(request) -> Callable[..., GenerationEngine]:
     return ENGINES[request.param]
 
 
+@pytest.fixture(scope="session")
+def slow_engine() -> Callable[..., GenerationEngine]:
+    """Return the function that makes the engine that the others are compared with."""
+    return ENGINES["hf"]
+
+
 @pytest.fixture
 def engine(make_engine, make_policy) -> GenerationEngine:
     """An engine of the shared policy: each of them in turn."""

@@ -20,11 +20,6 @@ from rallypoint.types import Sequences
 LENGTHS = [3, 9, 1, 17]
 
 
-def slow_engine(model):
-    """The one that the others are compared with."""
-    return HFEngine(model, decode=decode, version=4)
-
-
 @pytest.fixture(scope="module")
 def drawn(make_policy, make_prompts, params):
     """Return what an engine, as a function makes it, answers with a change of `params`: each once for all tests."""
@@ -38,7 +33,7 @@ def drawn(make_policy, make_prompts, params):
 
 
 @pytest.mark.parametrize("changed", CHANGES)
-def test_every_engine_draws_the_same_tokens(make_engine, drawn, changed):
+def test_every_engine_draws_the_same_tokens(make_engine, slow_engine, drawn, changed):
     expected, batch = drawn(slow_engine, changed), drawn(make_engine, changed)
     assert batch.tokens.tolist() == expected.tokens.tolist()
     assert batch.truncated.tolist() == expected.truncated.tolist()

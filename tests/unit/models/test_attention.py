@@ -4,6 +4,7 @@ Its eager attention rounds every softmax to float32, so it is compared more loos
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -49,7 +50,9 @@ def packed_logits(model, rows):
 TOLERANCES = {"eager": 1e-5, "sdpa": 1e-9}
 
 
+@functools.cache
 def ours_and_theirs(folder, attention):
+    """Load both once for all tests, which change no weight; gradients are none."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float64).eval()
     replace_norms(theirs)  # its own round to float32
     return load_policy(folder, dtype="float32").model.to(torch.float64), theirs
@@ -73,6 +76,8 @@ def test_gradients_of_packed_rows_are_the_sum_of_those_of_each_row(
     make_folder, attention, architecture, kv_heads, lengths
 ):
     ours, theirs = ours_and_theirs(make_folder(architecture, num_key_value_heads=kv_heads), attention)
+    ours.zero_grad()
+    theirs.zero_grad()
     rows = rows_of(lengths)
     weigh = torch.randn(sum(lengths), 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (packed_logits(ours, rows) * weigh).sum().backward()

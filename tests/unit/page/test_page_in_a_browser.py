@@ -381,6 +381,7 @@ def test_a_report_opens_from_a_file_and_loads_nothing(browser, run, tmp_path, wi
     assert browser.errors == []
 
 
+@pytest.mark.slow  # it starts a Chromium of its own; the page in these widths and themes is tested above, in a report
 def test_the_pictures_of_the_documentation_are_taken_by_a_command(tmp_path, monkeypatch):
     """In this process: a new one would import torch once more."""
     run = planted_run(tmp_path, num_steps=2, prompts=1, group=2, last="finished")

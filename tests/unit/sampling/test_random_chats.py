@@ -27,6 +27,8 @@ CALLS = {
     "deepseek3.1": ("<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>",),
     "kimi-k2": ("<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>",),
 }
+FEW = range(12)
+"""Seeds of conversations; `make test-slow` has a thousand."""
 REASONING = "hmhm7"
 TAGGED = ('<tool_call>{{"name": "add", "arguments": {}}}</tool_call>',)
 XML = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>{}</parameter></function></tool_call>"
@@ -119,17 +121,17 @@ def check(family: str, seed: int, *, strips: bool = False) -> tuple[list[str], i
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_trained_token_is_a_sampled_one(family):
-    refused = [why for seed in range(25) for why in check(family, seed)[0]]
-    assert len(refused) < 5, refused
+    refused = [why for seed in FEW for why in check(family, seed)[0]]
+    assert len(refused) < 3, refused
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_where_thinking_is_stripped_a_question_begins_a_sequence_and_tokens_are_trained_once_too(family):
-    kept, stripped = ([check(family, seed, strips=strips) for seed in range(25)] for strips in (False, True))
+    kept, stripped = ([check(family, seed, strips=strips) for seed in FEW] for strips in (False, True))
     num_kept, num_stripped = (sum(num for _, num in each) for each in (kept, stripped))
     # The template of one family keeps all reasoning: then the conversation goes on as it is.
     assert num_stripped == num_kept if family == "qwen3" else num_stripped > num_kept
-    assert len([why for refused, _ in stripped for why in refused]) < 5
+    assert len([why for refused, _ in stripped for why in refused]) < 3
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """Experts dealt over ranks: each rank's tokens get what one rank computes, and each expert its whole gradient."""
 
+import itertools
+
 import pytest
 import torch
+from grids import thinned
 from parity_rank import Case, Models, make_batch, run
 from tiny_families import FAMILY_CONFIGS, MIXTURE, SIZES, make_family_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -26,11 +29,20 @@ def folder(request, tmp_path):
     return make_family_model(tmp_path / request.param, request.param)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+MESHES = {
+    "ep4": {"ep": 4},
+    "dp2 x ep2 x sp2": {"dp_replicate": 2, "ep": 2, "sp": 2},
+    "ep2 x sp2 x tp2": {"ep": 2, "sp": 2, "tp": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "sizes", [{"ep": 4}, {"dp_replicate": 2, "ep": 2, "sp": 2}, {"ep": 2, "sp": 2, "tp": 2}], ids=str
+    ("name", "family"),
+    thinned(itertools.product(MESHES, MIXTURES), *zip(itertools.cycle(MESHES), MIXTURES, strict=False)),
 )
-def test_ranks_that_share_experts_take_the_steps_of_one(on_mesh, tmp_path, sizes, family):
+def test_ranks_that_share_experts_take_the_steps_of_one(on_mesh, tmp_path, name, family):
+    """Axes that share experts know nothing of the rest of a layer: always each family with one mesh of three."""
+    sizes = MESHES[name]
     make_family_model(tmp_path / family, family)
     case = Case("ep", "packed", "many", "actor", "float64", family)
     batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
