@@ -47,7 +47,9 @@ def by_generate(hybrid, make_prompts):
     return functools.cache(lambda how: generate(engine, make_prompts(LENGTHS), how, version=4, group_size=2))
 
 
-@pytest.mark.parametrize(("hybrid", "backend", "memory"), paired(HYBRIDS, BACKENDS, MEMORY), indirect=["hybrid"])
+@pytest.mark.parametrize(
+    ("hybrid", "backend", "memory"), paired(HYBRIDS, BACKENDS, MEMORY), indirect=["hybrid"], scope="module"
+)
 def test_a_hybrid_draws_the_same_tokens_as_generate_with_the_logprobs_of_training(
     hybrid, by_generate, make_prompts, long, backend, memory
 ):

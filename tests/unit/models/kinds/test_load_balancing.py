@@ -3,11 +3,13 @@
 transformers has none for routers with a bias: there it is the formula.
 """
 
+import itertools
 import math
 import re
 
 import pytest
 import torch
+from grids import thinned
 from parity_rank import make_batch
 from tiny_families import make_family_model
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -27,7 +29,10 @@ from rallypoint.types import Metrics
 COEF = 0.25
 
 
-@pytest.fixture(params=["gpt_oss", "qwen3_moe", "glm4_moe"])
+FAMILIES = ("gpt_oss", "qwen3_moe", "glm4_moe")
+
+
+@pytest.fixture(params=FAMILIES)
 def folder(request, tmp_path):
     return make_family_model(tmp_path / request.param, request.param)
 
@@ -95,12 +100,26 @@ def test_it_is_that_of_transformers_whatever_the_cut(folder, max_tokens):
         check(by_engine(folder, DeviceMesh.solo(), batch, max_tokens, activations), expected)
 
 
-MESHES = ({"ep": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"sp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "tp": 2})
+MESHES = {
+    "ep2": {"ep": 2},
+    "shard2": {"dp_shard": 2},
+    "dp2": {"dp_replicate": 2},
+    "tp2": {"tp": 2},
+    "sp2": {"sp": 2},
+    "ep2 x cp2": {"ep": 2, "cp": 2},
+    "ep2 x tp2": {"ep": 2, "tp": 2},
+}
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_ranks_compute_that_of_one_process(on_mesh, folder, sizes):
-    batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    thinned(itertools.product(FAMILIES, MESHES), *zip(itertools.cycle(FAMILIES), MESHES, strict=False)),
+    indirect=["folder"],
+)
+def test_ranks_compute_that_of_one_process(on_mesh, folder, name):
+    """Ranks add up what routers count, whatever family counts: always each mesh with one of three."""
+    sizes, batch = MESHES[name], make_batch("actor")
+    grid = Mesh({axis: sizes.get(axis, 1) for axis in AXES})
     parts = deal(batch, grid.num_parts, 0.01)[0]
     ranks = on_mesh(lambda mesh: by_engine(folder, mesh, parts[grid.part(mesh.rank)]), **sizes)
     check(ranks[0], by_transformers(folder, batch))
@@ -182,7 +201,7 @@ def test_biases_follow_the_loads_of_a_step_whatever_the_cut(biased, max_tokens, 
     assert all(bool((wanted != before[name]).any()) for name, wanted in expected.items())
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_biases_have_the_same_bits_on_every_mesh(on_mesh, biased, sizes):
     batch, grid = make_batch("actor"), Mesh({axis: sizes.get(axis, 1) for axis in AXES})
     parts = deal(batch, grid.num_parts, 0.01)[0]
