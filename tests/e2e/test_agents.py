@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 from asking_twice import ASKS, ROWS, TWICE, TWICE_PLAINLY, in_process
-from ray_forks import forked_workers
 from tiny_models import make_tiny_model
 from tiny_runs import weights_of
 
@@ -13,7 +12,10 @@ import rallypoint as rally
 from rallypoint.errors import ConfigError
 from rallypoint.run.folder import RunFolder
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs openai")
+pytestmark = [
+    pytest.mark.lasting_ray,
+    pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs openai"),
+]
 
 INLINE = {"cluster.runtime": "inline", "data.max_prompt_tokens": 16, "checkpoint.keep": 9, "rollout.exact": True}
 INLINE |= {"reward.function": None}
@@ -99,8 +101,7 @@ def test_agents_that_sample_ahead_begin_as_the_episode_in_process_and_are_repeat
 
 def test_on_ray_agents_sample_what_they_do_in_this_process(train):
     here = train(name="here", num_steps=1)
-    with forked_workers():
-        on_ray = train(name="ray", num_steps=1, config={"cluster.runtime": "ray", "cluster.pools": {"main": [1]}})
+    on_ray = train(name="ray", num_steps=1, config={"cluster.runtime": "ray", "cluster.pools": {"main": [1]}})
     assert sampled(on_ray, 1) == sampled(here, 1)
 
 

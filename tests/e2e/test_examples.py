@@ -49,7 +49,10 @@ def own_model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("recipe", "runtime"), [("ppo", "ray"), ("grpo", "inline")])
+# On Ray, test_interruptions.py trains from the command line, and test_library.py with a user's own functions.
+@pytest.mark.parametrize(
+    ("recipe", "runtime"), [pytest.param("ppo", "ray", marks=pytest.mark.slow), ("ppo", "inline"), ("grpo", "inline")]
+)
 def test_the_example_trains_from_the_command_line_and_leaves_a_model_that_transformers_opens(
     own_model, recipe, runtime
 ):
@@ -180,6 +183,7 @@ def played(folder, config, name, *keys):
 @pytest.mark.parametrize("game", ["guess", pytest.param("lake", marks=pytest.mark.slow), "wordle"])
 def test_the_games_train_on_what_was_said_turn_by_turn(games, game):
     few = ("rollout.num_prompts=10", "rollout.group_size=2", "actor.num_mini_batches=1", "critic.num_mini_batches=1")
+    few += ("validation.max_prompts=10",)
     begin = ("model.path=speller",) if game == "wordle" else ()
     rows = played(games, game, f"{game}-1", *few, *begin, "trainer.num_steps=1")
     (trained,) = [row for row in rows if "actor/loss" in row]

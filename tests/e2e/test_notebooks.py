@@ -1,6 +1,6 @@
 """The notebooks of examples/notebooks run from their first cell to their last, the second in the folder of the first.
 
-`make test` has the first train for a sixth of its steps, and `make test-slow` until it has learned.
+`make test` has the first train for a twelfth of its steps, and `make test-slow` until it has learned.
 
 A kernel takes seconds to import torch, so one runs both, and forgets the names of the first in between. To look at
 their outputs: `.venv/bin/python tests/e2e/test_notebooks.py FOLDER`, which writes them there.
@@ -45,7 +45,7 @@ def shown(notebook: NotebookNode) -> str:
     return "\n".join(output.get("text") or str(output.get("data")) for output in outputs)
 
 
-@pytest.mark.parametrize("num_steps", [10, pytest.param(WHOLE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [5, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_the_notebooks_train_and_read_a_run(tmp_path: Path, num_steps: int):
     training, reading = executed(tmp_path, num_steps=num_steps)
     text = shown(training)
