@@ -100,9 +100,9 @@ def test_rows_and_a_closure_train_a_model_and_the_run_is_a_value(train, tmp_path
 
 
 def test_a_callback_stops_a_run_and_resuming_it_ends_with_the_bits_of_one_that_was_not_stopped(train, tmp_path):
-    whole = train(name="whole")
-    part = train(callbacks=lambda step: step.stop() if step.number == 2 else None)
-    assert (part.num_steps, part.finished, list(part.checkpoints)) == (2, False, [2])
+    whole = train(name="whole", num_steps=2)
+    part = train(num_steps=2, callbacks=lambda step: step.stop() if step.number == 1 else None)
+    assert (part.num_steps, part.finished, list(part.checkpoints)) == (1, False, [1])
     assert rally.train(part, reward=reward, resume=True, display=False).finished
     assert weights(part) == weights(whole)
 
