@@ -51,8 +51,14 @@ def forks(path: str, modules: Sequence[str], environment: Mapping[str, str]) -> 
         listener.listen(1024)
         command = [sys.executable, "-P", __file__, str(listener.fileno()), str(os.getpid()), *modules]
         null = subprocess.DEVNULL
-        giving = subprocess.Popen(
-            command, pass_fds=[listener.fileno()], env=dict(environment), stdin=null, stdout=null, stderr=null
+        giving = subprocess.Popen(  # a key that interrupts the driver in its terminal must not end the workers
+            command,
+            pass_fds=[listener.fileno()],
+            env=dict(environment),
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            start_new_session=True,
         )
     try:
         yield

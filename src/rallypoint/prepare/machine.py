@@ -167,7 +167,10 @@ def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Itera
             roles = [role for role, placement in config.roles.items() if placement.pool == pool]
             learns = any(role in config.learners for role in roles)
             cuts = [f"{role}.mesh.dp_shard" for role in roles if role != "rollout"][:1]
-            cuts += ["rollout.mesh.tp"] * ("rollout" in roles and not config.rollout.exact)
+            rollout, server = config.rollout, " with rollout.engine=vllm"
+            needs_server = rollout.router_replay and rollout.engine == "native"  # see `check_placement`
+            may_be_cut = "rollout" in roles and rollout.engine != "hf" and not rollout.exact
+            cuts += ["rollout.mesh.tp" + server * needs_server] * may_be_cut
             ways = [f"divide the model ({' and '.join(cuts)} over more processes)"] * bool(cuts)
             ways += ["give roles pools of their own"] * (len(roles) > 1)
             ways += ["keep less there (engine.offload, engine.sleep)"] * (learns and config.engine.offload == "nothing")

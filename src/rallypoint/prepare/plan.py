@@ -85,9 +85,12 @@ class RunPlan:
         return dataclasses.replace(memory, cache=max(memory.least_cache, min(memory.cache, left)))
 
     def cpu_memory(self, pool: str) -> int:
-        """Return the bytes in CPU memory of what leaves the device in a process of a pool: offloaded, or asleep."""
+        """Return the bytes in CPU memory of what leaves the device in a process of a pool: offloaded, or asleep.
+
+        Who sleeps has no gradients.
+        """
         mine = (memory for memory in self.memory if memory.pool == pool)
-        return sum(m.in_cpu + m.sleeps * (m.weights + m.gradients + m.optimizer) for m in mine)
+        return sum(m.in_cpu + m.sleeps * (m.weights + m.optimizer) for m in mine)
 
     def process_memory(self, pool: str) -> int:
         """Return the bytes that a process of a pool holds at its peak: one of its roles is awake at a time."""
@@ -199,6 +202,9 @@ def _off_cpu(
 
     A server, then our own engine; cut over as few devices as have room. Without room in any way, it is not cut.
     """
+    pools_there = ("main",) if "cluster.pools" in left_open else config.cluster.pools
+    if any(placement.pool not in pools_there for placement in config.roles.values()):
+        return {}  # it is refused
     is_open = "rollout.engine" in left_open and why_server(config)
     engines = ("vllm", "native") if is_open and has_server else ("native",) if is_open else (config.rollout.engine,)
     whole, pools = dict[str, object](), [config.roles["rollout"].pool] if "rollout" in config.roles else []

@@ -25,7 +25,7 @@ from rallypoint.errors import (
     first_line,
 )
 from rallypoint.generation import GenerationEngine, Output, Request
-from rallypoint.parallel import Collective, DeviceMesh, Solo
+from rallypoint.parallel import Collective, DeviceMesh
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.server_ranks import ServerRanks
 
@@ -169,60 +169,66 @@ class RankEngine:
         self.engine.step()  # asleep, it only ends what was cancelled
 
 
-def peers_apart(context: WorkerContext, spec: WorkerSpec, mesh: DeviceMesh | None) -> Collective:
-    """Connect the ranks that share a model once more, for `GuestEngine`; without a mesh the model is whole."""
-    if mesh is None:
-        return Solo()
-    name, timeout_s = f"persons of rollout {context.mesh.part(context.rank)}", spec.config.cluster.call_timeout_s
-    sizes, grace_s = {"tp": mesh.tp.size}, min(_GRACE_S, timeout_s)
-    return DeviceMesh.connect(
-        spec.rendezvous, name, mesh.tp.rank, sizes, timeout_s=grace_s, generation=context.start
-    ).tp
-
-
 class GuestEngine:
     """An engine for persons, which sleeps between slices; an error costs their requests alone.
 
-    Ranks that share a model meet before they sample and after it, apart from the model. Who comes has left what they do
-    through it, so all have left it at one place, and go on together. Who does not come waits for one that failed alone:
-    they part.
+    Ranks that share a model meet before they sample and after it, apart from the model. On processors who comes has
+    left what they do through it, so all have left it at one place, and go on together. Elsewhere a host is ahead of its
+    device: after an error while they sample they part. They part, too, when one that failed alone has waited in vain.
     """
 
-    def __init__(self, training: RankEngine, say: Callable[[str], None]) -> None:
+    def __init__(self, training: RankEngine, context: WorkerContext) -> None:
         """Begin without one.
 
         Args:
             training: engine of this rank, which says the version of the weights.
-            say: given a line on requests that failed.
+            context: of the rank, which says a line on requests that failed.
         """
-        self._training, self._say = training, say
-        self._peers: Collective = Solo()
+        self._training, self._context = training, context
+        self._begins = self._ends = DeviceMesh.solo()
+        """Ranks that share the model, connected for this alone: to begin to sample, and when they have sampled."""
+        self._grace_s = _GRACE_S
         self._make: Callable[[], RankEngine] | None = None
         self._own: RankEngine | None = None
 
-    def open(self, make: Callable[[], RankEngine], peers: Collective) -> int:
+    def open(self, make: Callable[[], RankEngine], spec: WorkerSpec, mesh: DeviceMesh | None) -> int:
         """Make it; return the most tokens that prompt and response may have together.
 
         Args:
             make: called again after an error.
-            peers: ranks that share the model, connected for this alone.
+            spec: of the rank.
+            mesh: of the ranks that share the model; None if it is whole, or in a server.
         """
-        self._make, self._own, self._peers = make, make(), peers
+        if mesh is not None:
+            self._begins, self._ends = (self._meet(spec, mesh, when) for when in ("begin", "end"))
+        self._make, self._own = make, make()
         return self._own.engine.max_request_tokens
+
+    def _meet(self, spec: WorkerSpec, mesh: DeviceMesh, when: str) -> DeviceMesh:
+        # Ranks may be called at different times, but have then sampled in step.
+        timeout_s = spec.config.cluster.call_timeout_s
+        timeout_s = timeout_s if when == "begin" else min(timeout_s, self._grace_s)
+        name = f"persons {when} {self._context.mesh.part(self._context.rank)}"
+        generation, sizes = self._context.start, {"tp": mesh.tp.size}
+        return DeviceMesh.connect(
+            spec.rendezvous, name, mesh.tp.rank, sizes, timeout_s=timeout_s, generation=generation
+        )
 
     def advance(self, asked: SliceRequest, ready: Ready) -> list[Output]:
         """Sample for a slice from the weights of training; see `Ready`."""
-        with self._training.together():
+        numbers = (*(self._own.open if self._own else ()), *(number for number, _ in asked.new))
+        with self._training.together(), self._begins.abandoned_on_error(), self._ends.abandoned_on_error():
             with contextlib.ExitStack() as held:
                 begun, error = _attempt(lambda: self._begin(asked, ready, held))
-                if not self._one_failed(error):
+                if not _one_failed(self._begins.tp, error):
                     sampled, error = _attempt(self._sample)
-                    if not self._one_failed(error):
+                    if error is not None and self._ends.tp.size > 1 and self._context.device != "cpu":
+                        raise error
+                    if not _one_failed(self._ends.tp, error):
                         return [*begun, *sampled]
-            numbers = (*(self._own.open if self._own else ()), *(number for number, _ in asked.new))
             self._own = self._make and self._make()
         why = "another rank failed" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        self._say(f"requests of persons failed: {why}")
+        self._context.say(f"requests of persons failed: {why}")
         lost = GenerationError(f"these requests failed and are lost: {why}")
         return [Output.failed(number, self._training.engine.version, lost) for number in dict.fromkeys(numbers)]
 
@@ -244,14 +250,15 @@ class GuestEngine:
         finally:
             self._own.engine.sleep()
 
-    def _one_failed(self, error: Exception | None) -> bool:
-        """Meet the others; return whether one has failed. If they do not come, raise this rank's own error, if any."""
-        said = torch.tensor([int(error is not None)])
-        try:
-            self._peers.all_reduce_max(said)
-        except (PeerFailedError, MembershipLostError) as lost:
-            raise error or lost from None
-        return bool(said)
+
+def _one_failed(peers: Collective, error: Exception | None) -> bool:
+    """Meet the others; return whether one has failed. If they do not come, raise this rank's own error, if any."""
+    said = torch.tensor([int(error is not None)])
+    try:
+        peers.all_reduce_max(said)
+    except (PeerFailedError, MembershipLostError) as lost:
+        raise error or lost from None
+    return bool(said)
 
 
 def _attempt(do: Callable[[], Sequence[Output]]) -> tuple[Sequence[Output], Exception | None]:

@@ -34,7 +34,7 @@ from rallypoint.roles.publishing import (
     joint_digest,
     transport_between,
 )
-from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult, peers_apart
+from rallypoint.roles.rank_engine import GuestEngine, RankEngine, SliceRequest, SliceResult
 from rallypoint.roles.server_ranks import RolloutRank, ServerRanks
 from rallypoint.types import Metrics, Sum, merge
 from rallypoint.weights import TransferPlan, published_folder
@@ -66,7 +66,7 @@ class RolloutWorker(RolloutRank):
             self._replica = ModelReplica(connection, context, self._shard, self._actor)
         self._engine.sleep()
         self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh, sharing)
-        self._guests = GuestEngine(self._training, context.say)
+        self._guests = GuestEngine(self._training, context)
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
@@ -141,7 +141,7 @@ class RolloutWorker(RolloutRank):
             engine = make_guest_engine(config, self._engine, shard and shard.model, max_rows=max_rows, decode=decode)
             return RankEngine(engine, self._context.tick, shard and shard.mesh)
 
-        return self._guests.open(make, peers_apart(self._context, self._spec, shard and shard.mesh))
+        return self._guests.open(make, self._spec, shard and shard.mesh)
 
     @scatter
     def advance_guests(self, asked: SliceRequest) -> list[Output]:

@@ -113,7 +113,9 @@ def test_a_mixture_that_no_rollout_rank_has_room_for_is_refused_with_its_plan(co
     assert f"an actor of adapters takes {found[0]} GiB" in text
     assert f"a rollout rank needs {found[1]} GiB" in text
     assert "pool rollout: weights, gradients and optimizer of its roles take 199.2 GiB" in str(result.exception)
-    assert str(result.exception).endswith("79.1 GiB; divide the model (rollout.mesh.tp over more processes)")
+    assert str(result.exception).endswith(
+        "79.1 GiB; divide the model (rollout.mesh.tp with rollout.engine=vllm over more processes)"
+    )
 
 
 def test_every_recipe_for_a_real_model_has_a_plan_for_each_machine():

@@ -19,7 +19,7 @@ WORKER = """
 import json, os, sys
 found = {"imported": "colorsys" in sys.modules, "arguments": sys.argv[1:], "said": os.environ.get("SAID"),
          "folder": os.getcwd(), "socket": "RALLYPOINT_WARM" in os.environ, "pid": os.getpid(), "parent": os.getppid(),
-         "group": os.getpgrp()}
+         "group": os.getpgrp(), "session": os.getsid(0)}
 with open(sys.argv[1] + ".part", "w") as file:
     json.dump(found, file)
 os.rename(sys.argv[1] + ".part", sys.argv[1])
@@ -67,6 +67,7 @@ def test_a_worker_is_a_fork_that_has_the_modules_and_all_else_of_who_asked(socke
         assert (found["said"], found["folder"]) == ("by the driver", str(tmp_path))
         assert found["pid"] != found["asked"]
         assert found["group"] == found["pid"], "Ray kills the group of a worker that ends"
+        assert found["session"] != os.getsid(0), "nor does a key that interrupts the driver in its terminal end it"
     assert first["pid"] != second["pid"]
     assert first["parent"] == second["parent"]
 

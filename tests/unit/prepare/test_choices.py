@@ -224,6 +224,11 @@ def test_a_pool_of_rollouts_alone_is_cut_by_its_own_size_and_servers_take_no_dev
     assert chosen.get("rollout.mesh.tp") == expected
 
 
+def test_a_pool_that_is_not_there_is_refused_by_its_name(here: Path):
+    with pytest.raises(ConfigError, match=r"rollout\.placement\.pool='nowhere' is not in cluster\.pools"):
+        over_devices(*SAMPLING, "rollout.placement.pool=nowhere", gib=1)
+
+
 @pytest.mark.parametrize("alone", ["cluster.runtime=inline", "actor.mesh={dp_shard: 1, tp: 3}"])
 def test_what_cannot_be_shared_is_left_to_the_checks(here: Path, alone: str):
     with contextlib.suppress(ConfigError):

@@ -228,6 +228,8 @@ def test_roles_that_sleep_hold_nothing_while_others_have_their_turn(here: Path):
     asleep = make_plan(load("cluster.device=cuda", "engine.sleep=true"))
     actor, rollout, reference, critic = asleep.memory
     assert asleep.awake_memory("actor") == actor.total == awake.memory[0].total
+    learners = (actor.weights + actor.optimizer, critic.weights + critic.optimizer)
+    assert asleep.cpu_memory("main") == sum(learners) + reference.weights, "gradients are gone"
     # Rollouts are sampled from the actor's weights, which wake for them alone.
     assert asleep.awake_memory("rollout") == rollout.total + actor.weights
     assert asleep.awake_memory("reference") == reference.total

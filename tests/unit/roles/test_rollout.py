@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rallypoint.roles.actor import ActorWorker
 from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import SharedFolder, WorkerSpec
 from rallypoint.roles.publishing import SharedTensors
-from rallypoint.roles.rank_engine import SliceRequest
+from rallypoint.roles.rank_engine import GuestEngine, SliceRequest
 from rallypoint.roles.rollout import RolloutWorker
 
 
@@ -140,13 +141,48 @@ def test_a_rank_that_fails_alone_in_a_slice_for_persons_leaves_the_others_which_
     def tick(rank):
         assert rank not in failing, "out of luck"
 
-    with sharing_a_model(tmp_path, model, "cluster.call_timeout_s=3", tick=tick, lease_s=8) as (ranks, pool):
+    with sharing_a_model(tmp_path, model, tick=tick) as (ranks, pool):
+        for rank in ranks:
+            rank._guests._grace_s = 2.0
         list(pool.map(lambda rank: rank.open_guests(2), ranks))
         fails, waits = (pool.submit(answered, rank) for rank in ranks)
         with pytest.raises(AssertionError, match="out of luck"):
             fails.result()
         with pytest.raises((PeerFailedError, MembershipLostError)):
-            waits.result()
+            waits.result(timeout=100)  # the model's own deadline is half an hour
+
+
+def test_a_rank_that_is_called_late_for_a_slice_for_persons_is_waited_for(tmp_path, model):
+    with sharing_a_model(tmp_path, model) as (ranks, pool):
+        for rank in ranks:
+            rank._guests._grace_s = 1.0
+        list(pool.map(lambda rank: rank.open_guests(2), ranks))
+        first = pool.submit(answered, ranks[0])
+        time.sleep(3)
+        assert answered(ranks[1]) == first.result()
+
+
+class LosesAnEnd:
+    """Ends the request of an earlier slice, and fails before it says so."""
+
+    def __init__(self):
+        self.open = (1,)
+        self.engine = SimpleNamespace(version=0, max_request_tokens=9, wake=lambda: None, sleep=lambda: None)
+
+    def take(self, asked, *, streamed):
+        return []
+
+    def sample(self, *, until_one_ends):
+        self.open = ()
+        raise RuntimeError("no memory")
+
+
+def test_a_request_of_a_person_that_ended_in_a_slice_that_failed_is_answered():
+    training = SimpleNamespace(together=contextlib.nullcontext, engine=SimpleNamespace(version=0))
+    guests = GuestEngine(training, WorkerContext("rollout", 0, Mesh({"tp": 1}), 1, "cpu", {}, lambda: None))
+    guests.open(LosesAnEnd, None, None)
+    (end,) = guests.advance(SliceRequest(), contextlib.nullcontext)
+    assert (end.request_id, str(end.error)) == (1, "these requests failed and are lost: RuntimeError: no memory")
 
 
 def test_a_rank_that_fails_ends_what_it_samples_with_others(tmp_path, model):
