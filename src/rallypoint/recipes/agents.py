@@ -27,7 +27,7 @@ from rallypoint.environments.in_process import Returned
 from rallypoint.errors import ConfigError, DiskError, GenerationError, RowFullError, UserCodeError
 from rallypoint.generation import Output
 from rallypoint.prepare.material import Material
-from rallypoint.recipes.in_processes import InProcesses
+from rallypoint.recipes.in_processes import InProcesses, num_processes_of
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
@@ -60,7 +60,16 @@ class Agents:
         tokens = material.stop_tokens, config.max_row_tokens
         strips_thinking = config.rollout.thinking == "strip"
         log = folder.logs / "agents.log"
-        return cls(spec, material.tokenizer, *tokens, say=write_down, log=log, strips_thinking=strips_thinking)
+        most = num_processes_of(config)
+        return cls(
+            spec,
+            material.tokenizer,
+            *tokens,
+            say=write_down,
+            log=log,
+            num_processes=most,
+            strips_thinking=strips_thinking,
+        )
 
     def __init__(
         self,
@@ -71,6 +80,7 @@ class Agents:
         *,
         say: Callable[[str], None],
         log: Path | None = None,
+        num_processes: int | None = None,
         strips_thinking: bool = False,
     ) -> None:
         """Take a port of this machine.
@@ -82,6 +92,7 @@ class Agents:
             max_tokens: tokens of a row.
             say: given what the server has to say, from any thread.
             log: receives what agents print; None for standard error.
+            num_processes: see `num_processes_of`.
             strips_thinking: see `rollout.thinking`.
 
         Raises:
@@ -95,7 +106,7 @@ class Agents:
         except UserCodeError as error:
             listening.close()
             raise ConfigError((f"rollout.episode={self._spec!r}: {error}",)) from None
-        self._processes = InProcesses(task, log)
+        self._processes = InProcesses(task, log, num_processes)
         tokenizer = copy.deepcopy(tokenizer)  # of its own, see `Endpoint`
         self._sessions = Sessions(
             Served(

@@ -27,7 +27,7 @@ from rallypoint.environments.client import Client
 from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.errors import ConfigError, EpisodeError, RallyError, UserCodeError, first_line
 from rallypoint.prepare.material import Material
-from rallypoint.recipes.in_processes import InProcesses
+from rallypoint.recipes.in_processes import InProcesses, num_processes_of
 from rallypoint.run.folder import RunFolder
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.types import Turn
@@ -44,15 +44,24 @@ class PlainEpisodes:
         """Return what runs the episode that a config names; what it prints is in logs/episodes.log."""
         spec = config.rollout.own_episode
         assert spec is not None, "who has none runs none"
-        return cls(spec, material.tokenizer, log=folder.logs / "episodes.log")
+        log = folder.logs / "episodes.log"
+        return cls(spec, material.tokenizer, log=log, num_processes=num_processes_of(config))
 
-    def __init__(self, spec: str, tokenizer: PreTrainedTokenizerBase, *, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        log: Path | None = None,
+        num_processes: int | None = None,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             spec: name of the episode.
             tokenizer: of the model.
             log: receives what the episode prints; None for standard error.
+            num_processes: see `num_processes_of`.
 
         Raises:
             ConfigError: its file cannot be read, or it cannot be sent to a process.
@@ -66,7 +75,7 @@ class PlainEpisodes:
             task = dataclasses.replace(EpisodeTask.of(spec), tokenizer=self._folder.name)
         except UserCodeError as error:
             raise ConfigError((f"rollout.episode={spec!r}: {error}",)) from None
-        self._processes = InProcesses(task, log)
+        self._processes = InProcesses(task, log, num_processes)
         self._clients: dict[str, EpisodeClient] = {}
         """Those of the rollouts under way, by their keys."""
         self._keys = itertools.count(1)

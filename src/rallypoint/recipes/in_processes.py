@@ -11,24 +11,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic
 
+from rallypoint.config import RunConfig
 from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.environments.in_process import Returned, RolloutCallT, RolloutTask
-from rallypoint.environments.pool import Pool
+from rallypoint.environments.pool import MAX_WAITING, Pool
 from rallypoint.errors import ConfigError, RewardError
 from rallypoint.sampling.client import EpisodeClient
+
+
+def num_processes_of(config: RunConfig) -> int | None:
+    """Return how many processes there are for functions of a run; None: as many as they make use of.
+
+    In a run that is repeated a turn may be due only after one of another rollout, so all must be under way together.
+    """
+    return min(config.max_groups * config.rollout.group_size, MAX_WAITING) if config.rollout.schedule else None
 
 
 class InProcesses(Generic[RolloutCallT]):
     """Calls a function for each rollout, in a process."""
 
-    def __init__(self, task: RolloutTask[RolloutCallT], log: Path | None) -> None:
+    def __init__(self, task: RolloutTask[RolloutCallT], log: Path | None, num_processes: int | None = None) -> None:
         """Start nothing yet.
 
         Args:
             task: the function.
             log: receives what it prints; None for standard error.
+            num_processes: see `num_processes_of`.
         """
-        self._spec, self._pool = task.spec, Pool(task, log=log, on_begin=self._hear)
+        self._spec = task.spec
+        self._pool = Pool(task, num_processes=num_processes, log=log, on_begin=self._hear)
         self._begun: dict[str, Callable[[], object]] = {}
         """Called when a process has begun to work on a rollout, by its key."""
 
