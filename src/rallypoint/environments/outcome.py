@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any, Literal, Protocol, TypedDict, cast, get_args, runtime_checkable
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from rallypoint.environments.reward import PARAMETERS, PLURAL_PARAMETERS, Wants
 from rallypoint.user_code import format_user_traceback
@@ -287,18 +287,10 @@ def too_large(scores: Sequence[float]) -> str | None:
     return f"{what}, expected at most {LARGEST_REWARD:g}: float32 cannot hold the squares of more; scale rewards down"
 
 
-@runtime_checkable
-class _Array(Protocol):
-    """Numbers and vectors of numpy, torch and others, of which none need be imported here."""
-
-    def tolist(self) -> object: ...
-
-
 def unwrapped(value: object) -> object:
     """Return numpy's and torch's numbers and vectors as Python's own."""
-    if isinstance(value, (float, int, str, list, tuple)):  # asking for a protocol takes twenty times as long
-        return value
-    return value.tolist() if isinstance(value, _Array) and not isinstance(value, type) else value
+    tolist = getattr(value, "tolist", None)  # of many rollouts: to ask for a protocol takes twenty times as long
+    return tolist() if callable(tolist) and not isinstance(value, type) else value
 
 
 def as_number(value: object) -> float | None:
