@@ -8,20 +8,15 @@ from pathlib import Path
 
 import rallypoint
 
-FAMILY = '''
-"""Seed-OSS: a Llama with biases."""
-
-from rallypoint.families.family import ATTENTION, GATED_MLP, Family, Norm, no_window
-
-SEED_OSS = Family(
-    "seed_oss",
-    {"self_attn": ATTENTION, "mlp": GATED_MLP},
-    norms={"SeedOssRMSNorm": Norm()},
-    attentions={"SeedOssAttention": no_window},
-    mlps=("SeedOssMLP",),
-    is_plain=True,
-)
-'''
+FAMILY = """
+# Seed-OSS: a Llama with biases.
+seed_oss:
+  blocks: {self_attn: [attention], mlp: [gated_mlp]}
+  norms: {SeedOssRMSNorm: {}}
+  attentions: {SeedOssAttention: null}
+  mlps: [SeedOssMLP]
+  is_plain: true
+"""
 PROGRAM = """
 import dataclasses, sys
 from pathlib import Path
@@ -74,7 +69,7 @@ def test_a_file_in_the_folder_of_families_is_all_that_a_new_one_needs(tmp_path: 
     """The sources are copied, so that a file can be added to them."""
     copied = tmp_path / "src" / "rallypoint"
     shutil.copytree(Path(rallypoint.__file__).parent, copied)
-    (copied / "families" / "seed_oss.py").write_text(FAMILY)
+    (copied / "families" / "seed_oss.yaml").write_text(FAMILY)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"},

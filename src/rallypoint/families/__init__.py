@@ -1,12 +1,13 @@
-"""Facts about families of models, a file each.
+"""Facts about families of models, a YAML file each.
 
 Must not know: torch, transformers, what is made of the facts.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from pathlib import Path
+
+import yaml
 
 from rallypoint.families.family import Cut, Family, Norm
 
@@ -14,13 +15,8 @@ __all__ = ["BIASED", "FAMILIES", "MIXTURES", "Cut", "Family", "Norm"]
 
 
 def _found() -> dict[str, Family]:
-    modules = (
-        importlib.import_module(f"{__name__}.{module.name}")
-        for module in pkgutil.iter_modules(__path__)
-        if not module.ispkg
-    )
-    found = (value for module in modules for value in vars(module).values() if isinstance(value, Family))
-    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}
+    files = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in Path(__file__).parent.glob("*.yaml"))
+    return dict(sorted((name, Family(**facts)) for families in files for name, facts in families.items()))
 
 
 FAMILIES = _found()

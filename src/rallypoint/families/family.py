@@ -11,22 +11,47 @@ modules are named where ours compute the same; transformers' own code runs for a
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Cut(enum.Enum):
     """The part of a module inside a block that a rank has."""
 
-    OUTPUTS = "some outputs: rows of the weight, and of the bias; or some of one weight's numbers, as of heads"
-    INPUTS = "some inputs: columns of the weight; the bias is whole, and its gradient a sum over the ranks"
-    SUMMED = "all of it, and the gradient is a sum over the ranks"
+    OUTPUTS = "outputs"
+    """Some outputs: rows of the weight, and of the bias; or some of one weight's numbers, as of heads."""
+    INPUTS = "inputs"
+    """Some inputs: columns of the weight; the bias is whole, and its gradient a sum over the ranks."""
+    SUMMED = "summed"
+    """All of it, and the gradient is a sum over the ranks."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Norm:
+CUTS = {
+    # A rank has some heads.
+    "attention": {"q_proj": Cut.OUTPUTS, "k_proj": Cut.OUTPUTS, "v_proj": Cut.OUTPUTS, "o_proj": Cut.INPUTS},
+    # All heads share the weights of their norms.
+    "head_norms": {"q_norm": Cut.SUMMED, "k_norm": Cut.SUMMED},
+    # Of linear attention, beside the products with its inputs: a rank has some key heads, and their value heads.
+    "delta_rule": dict.fromkeys(("conv1d", "A_log", "dt_bias"), Cut.OUTPUTS)
+    | {"norm": Cut.SUMMED, "out_proj": Cut.INPUTS},
+    "gated_mlp": {"gate_proj": Cut.OUTPUTS, "up_proj": Cut.OUTPUTS, "down_proj": Cut.INPUTS},
+}
+"""Modules that blocks of many families have, by a name for them."""
+
+
+def _joined(parts: Sequence[str | Mapping[str, Cut]]) -> dict[str, Cut]:
+    """Return the modules of a block, which is written as names of `CUTS` and modules of its own."""
+    return {name: cut for part in parts for name, cut in (CUTS[part] if isinstance(part, str) else part).items()}
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Norm(_Facts):
     """An RMSNorm of transformers: x / sqrt(mean(x^2) + eps) * (offset + weight)."""
 
     eps: str = "variance_epsilon"
@@ -34,22 +59,16 @@ class Norm:
     offset: float = 0.0
 
 
-Window: TypeAlias = Callable[[Any], int | None]
-"""(an attention) -> number of tokens that each sees, itself included; None for all."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Family:
+class Family(_Facts):
     """Models with the same modules."""
 
-    model_type: str
-    """Value of `model_type` in config.json."""
-    blocks: Mapping[str, Mapping[str, Cut]]
+    blocks: Mapping[str, Annotated[Mapping[str, Cut], BeforeValidator(_joined)]]
     """Block of a decoder layer -> its modules, of which some models may lack some -> the part that a rank has."""
-    norms: Mapping[str, Norm] = dataclasses.field(default_factory=dict[str, Norm])
+    norms: Mapping[str, Norm] = {}
     """Classes of norms that are an RMSNorm."""
-    attentions: Mapping[str, Window] = dataclasses.field(default_factory=dict[str, Window])
-    """Classes of attentions that differ from Llama's only in a window, biases, or norms of heads."""
+    attentions: Mapping[str, str | None] = {}
+    """Classes of attentions that differ from Llama's only in a window, biases, or norms of heads -> the attribute with
+    the number of tokens that each sees, itself included; None if all see all."""
     mlps: tuple[str, ...] = ()
     """Classes of MLPs that are down(act(gate(x)) * up(x)), with a `config.hidden_act`."""
     routers: tuple[str, ...] = ()
@@ -66,7 +85,7 @@ class Family:
     """Modules of these with all queries, keys and values, one below the other in files; see `linear_attention`."""
     experts: str | None = None
     """Name of the experts in a layer; they take the place of the block that contains them."""
-    stored_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
+    stored_experts: Mapping[str, tuple[str, ...]] = {}
     """Weight of the experts -> its matrices, one below the other, which files have for each expert separately."""
     stacks_experts: bool = False
     """Whether published files have all experts of a layer in one tensor instead; both forms are read."""
@@ -77,9 +96,8 @@ class Family:
     """Whether what comes out of attention has a gate, if config.json does not say."""
     has_biases: bool = False
     """Whether all products of a layer have biases, those of experts and routers, too."""
-    small_experts: Callable[[int, int], dict[str, int]] | None = None
-    """(layers, width inside an MLP) -> fields of config.json of a small mixture: 8 experts of a quarter, two for a
-    token."""
+    small_experts: Mapping[str, bool | int | Literal["quarter"]] = {}
+    """Fields of config.json of a small mixture: 8 experts of a quarter of the width inside an MLP, two for a token."""
     caps_logits: bool = False
     """Whether its config has a `final_logit_softcapping`."""
     ties_embeddings: bool = False
@@ -93,32 +111,4 @@ class Family:
     @property
     def norms_heads(self) -> bool:
         """Whether queries and keys are normalized."""
-        return any(HEAD_NORMS.keys() <= block.keys() for block in self.blocks.values())
-
-
-ATTENTION = {"q_proj": Cut.OUTPUTS, "k_proj": Cut.OUTPUTS, "v_proj": Cut.OUTPUTS, "o_proj": Cut.INPUTS}
-"""Cut of an attention: a rank has some heads."""
-HEAD_NORMS = {"q_norm": Cut.SUMMED, "k_norm": Cut.SUMMED}
-"""Cut of the norms of heads, whose weights all heads share."""
-STORED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Gated MLPs, whose three matrices files have for each expert."""
-DELTA_RULE = {"conv1d": Cut.OUTPUTS, "A_log": Cut.OUTPUTS, "dt_bias": Cut.OUTPUTS, "norm": Cut.SUMMED}
-DELTA_RULE |= {"out_proj": Cut.INPUTS}
-"""Cut of linear attention, beside the products with its inputs: a rank has some key heads, and their value heads."""
-GATED_MLP = {"gate_proj": Cut.OUTPUTS, "up_proj": Cut.OUTPUTS, "down_proj": Cut.INPUTS}
-
-
-def small_routed_experts(num_layers: int, width: int) -> dict[str, int]:
-    """Return `Family.small_experts` as DeepSeek-V3 names them, with an MLP that all tokens pass, and a dense layer."""
-    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": max(1, width // 4)}
-    return sizes | {"n_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": min(1, num_layers - 1)}
-
-
-def no_window(attention: Any) -> None:
-    """Return None: there is no window."""
-    del attention
-
-
-def own_window(attention: Any) -> int | None:
-    """Return the window of an attention; layers may differ."""
-    return attention.sliding_window
+        return any(CUTS["head_norms"].keys() <= block.keys() for block in self.blocks.values())

@@ -54,8 +54,11 @@ class Experts(PerToken):
 
     @classmethod
     def small(cls, values: Mapping[str, int], family: Family) -> Mapping[str, int]:
-        make = family.small_experts
-        return {} if make is None else make(values["num_hidden_layers"], values["intermediate_size"])
+        quarter = max(1, values["intermediate_size"] // 4)
+        fields = {name: quarter if size == "quarter" else size for name, size in family.small_experts.items()}
+        if "first_k_dense_replace" in fields:  # one layer at least has experts
+            fields["first_k_dense_replace"] = min(fields["first_k_dense_replace"], values["num_hidden_layers"] - 1)
+        return fields
 
     @property
     def products(self) -> Mapping[str, tuple[int, int]]:

@@ -7,6 +7,7 @@ it is the original one.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -20,7 +21,7 @@ from rallypoint.models.kernels import find_kernels
 from rallypoint.models.products import Limits
 
 CLASSES = {name: window for family in FAMILIES.values() for name, window in family.attentions.items()}
-"""Classes of transformers that differ only in their window; None for no window."""
+"""Classes of transformers that differ only in their window -> the attribute with it; None for no window."""
 
 
 class _Attention(Protocol):
@@ -71,7 +72,8 @@ def replaced_attention(attention: nn.Module) -> nn.Module:
         new = _class_on_rows(type(attention))(own.config, own.layer_idx)
     for name, child in attention.named_children():
         setattr(new, name, child)
-    new.window = CLASSES[type(attention).__name__](attention)
+    window = CLASSES[type(attention).__name__]
+    new.window = None if window is None else operator.attrgetter(window)(attention)
     return new.train(attention.training)
 
 
