@@ -44,11 +44,7 @@ def print_replay(run: str, step: int, changes: Sequence[str], *, full: bool) -> 
     """
     from rallypoint.recipes.replay import Replay  # only now torch
 
-    console, replay = Console(highlight=False), Replay.of(run_of(run), step)
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
+    say, replay = Console(highlight=False, markup=False, soft_wrap=True).print, Replay.of(run_of(run), step)
     since = f"the checkpoint of step {replay.first}" if replay.first else "the initial weights"
     say(f"step {step} again, from {since} and recorded rollouts")
     before = replay.compute()
@@ -141,11 +137,11 @@ def print_waste(run: str) -> None:
 
 def print_troubles(run: str) -> bool:
     """Print the known troubles of a run with their evidence, the worst first; return whether one is bad."""
-    console, found = Console(highlight=False), troubles_of(run_of(run))
+    console, found = Console(highlight=False, markup=False, soft_wrap=True), troubles_of(run_of(run))
     for one in found:
         mark, style = LEVELS[one.level]
-        console.print(f"{mark} {one.words}" + (f", {one.steps}" if one.steps else ""), style=style, markup=False)
-        console.print(f"  {clean(one.evidence)}\n  -> {clean(one.advice)}", markup=False, soft_wrap=True)
+        console.print(f"{mark} {one.words}" + (f", {one.steps}" if one.steps else ""), style=style)
+        console.print(f"  {clean(one.evidence)}\n  -> {clean(one.advice)}")
     if not found:
         console.print("no known trouble")
     return any(one.level == "bad" for one in found)
@@ -166,11 +162,11 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
     """
     from rallypoint.recipes.drills import SHORT, chosen
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     drills = chosen(names if names or everything or only_list else SHORT)
     if only_list:
         for drill in drills:
-            console.print(drill.name, markup=False, soft_wrap=True)
+            console.print(drill.name)
         return True
     if write is not None and not (Path(write).is_file() and _TABLE.search(Path(write).read_text())):
         raise ConfigError((f"--write {write}: expected a file with the lines `<!-- rally drill: begin -->` and `end`",))
@@ -182,7 +178,7 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
             outcomes.append(one := doing.do(drill))
             verdict = one.problem or f"equal, {one.went_on}" + f", but {one.late}" * bool(one.late)
             line = f"{drill.name:44} noticed {_seconds(one.noticed_s):>6}  back {_seconds(one.back_s):>6}  {verdict}"
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line)
             if write is not None:
                 text = Path(write).read_text()
                 Path(write).write_text(_TABLE.sub(lambda found: _with_row(found[0], one), text))
@@ -190,7 +186,7 @@ def print_drills(names: Sequence[str], *, everything: bool, only_list: bool, wri
     late = f"; {num_late} took longer than promised" * bool(num_late)
     console.print(f"{len(outcomes) - len(failed)} of {counted(len(outcomes), 'drill')} ended with equal weights{late}")
     if failed:
-        console.print(f"their runs are in {folder}", markup=False, soft_wrap=True)
+        console.print(f"their runs are in {folder}")
     else:
         shutil.rmtree(folder, ignore_errors=True)
     return not failed and not num_late

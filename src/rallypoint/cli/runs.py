@@ -185,11 +185,7 @@ def print_difference(a: str, b: str) -> bool:
     """
     from rallypoint.run.comparison import compare_runs  # only now torch
 
-    console, found = Console(highlight=False), compare_runs(run_of(a), run_of(b))
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
+    say, found = Console(highlight=False, markup=False, soft_wrap=True).print, compare_runs(run_of(a), run_of(b))
     _list(say, "config", found.config)
     _list(say, "config, on which no weight depends", found.free)
     _list(say, "files", found.files)

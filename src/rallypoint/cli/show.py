@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rallypoint.config import (
     LoadedConfig,
@@ -65,9 +65,9 @@ def print_checkup(found: Sequence[Finding]) -> bool:
     console = _console()
     for one in found:
         mark, style = LEVELS[_STANDINGS[one.level]]
-        console.print(f"[{style}]{mark}[/] {one.level:<6}{one.what:<14} {escape(clean(one.said))}", soft_wrap=True)
+        console.print(Text.assemble((mark, style), f" {one.level:<6}{one.what:<14} {clean(one.said)}"))
         if one.advice:
-            console.print(f"{'':<8} -> {escape(one.advice)}", soft_wrap=True)
+            console.print(f"{'':<8} -> {one.advice}")
     return any(one.level == "fault" for one in found)
 
 
@@ -86,13 +86,13 @@ def print_config(recipe: str, overrides: Sequence[str], *, explain: bool) -> Non
         line = f"{key:{key_cells}}  {value:{value_cells}}  {origin}" + (f" (not read: {setting})" if setting else "")
         style = "dim" if origin in ("default", AUTOMATICALLY) or setting else ""
         if not explain:
-            _print_line(console, line, PALETTE["watch"] if key in loaded.missing else style)
+            console.print(line, style=PALETTE["watch"] if key in loaded.missing else style)
             continue
-        _print_line(console, line, "bold")
+        console.print(line, style="bold")
         # Wrapped at words, with room for the indent: a pager would break a long line anywhere.
         width = max(console.width - len(_INDENT), 20)
         for part in textwrap.wrap(_meaning(key), width, break_long_words=False, break_on_hyphens=False):
-            _print_line(console, _INDENT + part, "dim")
+            console.print(_INDENT + part, style="dim")
 
 
 def _meaning(key: str) -> str:
@@ -107,12 +107,15 @@ def _meaning(key: str) -> str:
 def print_recipes() -> None:
     """Print names and descriptions."""
     console, recipes = _console(), shipped_recipes()
-    name_cells = max(map(len, recipes))
+    cells = max(map(len, recipes)) + 2
     for name, path in recipes.items():
-        lines = textwrap.wrap(describe(path), console.width - name_cells - 2) or [""]
-        for label, line in zip((name, *[""] * len(lines)), lines, strict=False):
-            console.print(f"[bold]{label:{name_cells}}[/]  {escape(line)}")
-    _print_line(console, "\nrally train NAME     rally config NAME     rally train NAME --dry-run", "dim")
+        said = textwrap.fill(
+            describe(path), console.width, initial_indent=f"{name:{cells}}", subsequent_indent=" " * cells
+        )
+        line = Text(said)
+        line.stylize("bold", 0, len(name))
+        console.print(line)
+    console.print("\nrally train NAME     rally config NAME     rally train NAME --dry-run", style="dim")
 
 
 def print_plan(
@@ -134,7 +137,7 @@ def print_plan(
     elsewhere, console = imagine(on) if on is not None else None, _console()
     folder, devices = None, list[str]()
     if resume:
-        loaded, folder = find_wanted(recipe, overrides, say=functools.partial(_print_line, console))
+        loaded, folder = find_wanted(recipe, overrides, say=console.print)
     elif elsewhere is not None:
         devices = devices_of(elsewhere, read(recipe, overrides).values)
         choose = functools.partial(choices, machine=elsewhere)
@@ -144,24 +147,24 @@ def print_plan(
     config = loaded.config
     machine = elsewhere or look_around(config)
     plan = plan_on(config, machine)
-    time = time_on(config, plan, machine, functools.partial(_print_line, Console(stderr=True, highlight=False)))
+    time = time_on(config, plan, machine, _console(stderr=True).print)
     parts = [_batches(loaded, plan), _placement(loaded, plan, machine), *([_time(config, time)] if time else [])]
     for title, lines in parts:
-        _print_line(console, title, "bold")
+        console.print(title, style="bold")
         for line in lines:
-            _print_line(console, f"  {line}".rstrip())
-    _print_line(console, "data and machine" if elsewhere is None else f"on {on}", "bold")
+            console.print(f"  {line}".rstrip())
+    console.print("data and machine" if elsewhere is None else f"on {on}", style="bold")
     for line in _not_known(config, plan, devices) if elsewhere is not None else ():
-        _print_line(console, f"  {line}", "yellow")
+        console.print(f"  {line}", style="yellow")
     for line in check_machine(config, plan, machine):
-        _print_line(console, f"  {line}")
+        console.print(f"  {line}")
     for line in _read(config) if elsewhere is None else ():
-        _print_line(console, f"  {line}")
+        console.print(f"  {line}")
     if folder is not None:
-        _print_line(console, f"resume of {folder.path.name}", "bold")
+        console.print(f"resume of {folder.path.name}", style="bold")
         for line in _compared(config, folder, from_step):
-            _print_line(console, f"  {line}")
-    _print_line(console, f"\nNothing was started. All keys: rally config {recipe}", "dim")
+            console.print(f"  {line}")
+    console.print(f"\nNothing was started. All keys: rally config {recipe}", style="dim")
 
 
 def _compared(config: RunConfig, folder: RunFolder, from_step: int | None) -> Sequence[str]:
@@ -312,13 +315,9 @@ def _mebibytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def _print_line(console: Console, line: str, style: str = "") -> None:
-    """Print a line whole: a terminal may wrap it, a file or a pipe gets it as it is."""
-    console.print(escape(line), style=style, soft_wrap=True)
-
-
-def _console() -> Console:
-    return Console(highlight=False)
+def _console(*, stderr: bool = False) -> Console:
+    """Return a console for lines: a terminal may wrap them, a file or a pipe gets them as they are."""
+    return Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr)
 
 
 def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int:
@@ -326,29 +325,28 @@ def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int
     from rallypoint.prepare.check_reward import SHOWN_ROWS  # heavy, and of no use to the other commands
     from rallypoint.prepare.check_reward import check_reward as check
 
-    console = Console(highlight=False)
-    config = load_named(recipe, overrides).config
+    console, config = _console(), load_named(recipe, overrides).config
     with console.status("") as status:
 
         def say(text: str) -> None:
             if console.is_terminal:
-                status.update(escape(text))
+                status.update(Text(text))
             else:
                 print(text, file=sys.stderr)
 
         report = check(config, max_rows=max_rows, say=say)
-    console.print("[bold]nothing to worry about[/]" if not report.worries else "look at this before a run:")
+    console.print("look at this before a run:" if report.worries else Text("nothing to worry about", "bold"))
     for worry in report.worries:
-        console.print(escape(f"- {worry}"), soft_wrap=True)
+        console.print(f"- {worry}")
     functions = ", ".join(one.function for one in config.reward.all_functions)
-    console.print(f"[bold]{escape(functions)}[/]: right answers are the ground truth {escape(report.form)}")
-    console.print(_answers(report))
+    console.print(Text.assemble((functions, "bold"), f": right answers are the ground truth {report.form}"))
+    console.print(_answers(report), soft_wrap=False)
     if report.low:
         console.print(f"right answers below the maximum, {len(report.low)}:")
     for example, got in report.low[:SHOWN_ROWS]:
         truth = repr(example.ground_truth)
         shown = truth if len(truth) <= 80 else f"{truth[:80]} ..."
-        console.print(escape(f"  {example.name}: {got}; ground truth {shown}"), soft_wrap=True)
+        console.print(f"  {example.name}: {got}; ground truth {shown}")
     if len(report.low) > SHOWN_ROWS:
         console.print(f"  and {len(report.low) - SHOWN_ROWS} more")
     return int(bool(report.worries))

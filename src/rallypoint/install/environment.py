@@ -21,9 +21,6 @@ from pathlib import Path
 from rallypoint.errors import EngineError
 from rallypoint.install.engines import BUILDS, Build
 
-FOLDER_VARIABLE = "RALLYPOINT_ENGINES"
-"""Environment variable that moves the folder of all environments."""
-
 _MARKER = "rallypoint.json"
 _LOG = "install.log"
 _PROBE = """
@@ -61,15 +58,15 @@ class Environment:
     folder: Path
 
     @classmethod
-    def of(cls, name: str, parent: Path | None = None) -> Environment:
-        """Return the environment of an engine, by default below `engines_folder`.
+    def of(cls, name: str) -> Environment:
+        """Return the environment of an engine, below `engines_folder`.
 
         Raises:
             EngineError: there is no engine of that name that could be installed.
         """
         if name not in BUILDS:
             raise EngineError(f"{name!r} is no engine that is installed; expected {' or '.join(BUILDS)}")
-        return cls(name, (parent or engines_folder()) / name)
+        return cls(name, engines_folder() / name)
 
     def found(self) -> Installed | None:
         """Return it if it is complete."""
@@ -79,6 +76,17 @@ class Environment:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return found if found.python.exists() else None
+
+    def build(self, device: str) -> Build:
+        """Return what is installed for a type of device.
+
+        Raises:
+            EngineError: there is no such build.
+        """
+        if device not in BUILDS[self.name]:
+            known = " or ".join(f"--build {name}" for name in BUILDS[self.name])
+            raise EngineError(f"{self.name} has no build for device {device!r}; choose {known}")
+        return BUILDS[self.name][device]
 
     def commands(self, build: Build, python: str) -> list[list[str]]:
         """Return the commands that make it, in order."""
@@ -99,10 +107,7 @@ class Environment:
         Raises:
             EngineError: there is no such build, or a step failed; it is named, with the last it said.
         """
-        build = BUILDS[self.name].get(device)
-        if build is None:
-            known = " or ".join(f"--build {name}" for name in BUILDS[self.name])
-            raise EngineError(f"{self.name} has no build for device {device!r}; choose {known}")
+        build = self.build(device)
         with self._locked() as lock:
             found = self.found()
             if found is not None and found.device == device:
@@ -180,7 +185,7 @@ class Environment:
 
 def engines_folder() -> Path:
     """Return where environments are: RALLYPOINT_ENGINES, or a folder in the user's cache."""
-    if chosen := os.environ.get(FOLDER_VARIABLE):
+    if chosen := os.environ.get("RALLYPOINT_ENGINES"):
         return Path(chosen).expanduser().absolute()
     return cache_folder() / "engines"
 
@@ -204,9 +209,9 @@ def find_engine(name: str) -> Installed:
     return found
 
 
-def installed_engines(parent: Path | None = None) -> list[Installed]:
+def installed_engines() -> list[Installed]:
     """Return all environments that are complete."""
-    found = (Environment.of(name, parent).found() for name in BUILDS)
+    found = (Environment.of(name).found() for name in BUILDS)
     return [one for one in found if one is not None]
 
 

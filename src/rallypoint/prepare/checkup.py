@@ -34,7 +34,7 @@ from rallypoint.config.sections.places import ClusterConfig
 from rallypoint.environments.sandbox.choose import first_that_holds, local_tiers
 from rallypoint.environments.sandbox.program import SandboxError
 from rallypoint.errors import first_line, how_to_install
-from rallypoint.install import BUILDS, engines_folder, installed_engines
+from rallypoint.install import BUILDS, installed_engines
 
 Standing: TypeAlias = Literal["ok", "note", "fault"]
 """A fault keeps runs from working; a note may matter to some."""
@@ -304,7 +304,7 @@ def _sandbox() -> Finding:
 
 
 def _engines() -> Finding:
-    found = {one.name: one for one in installed_engines(engines_folder())}
+    found = {one.name: one for one in installed_engines()}
     there = [f"{name} {one.version} for {one.device}" for name, one in found.items()]
     missing = [name for name in BUILDS if name not in found]
     others = f"; not installed: {', '.join(missing)} (rally engine install NAME)" if missing else ""

@@ -23,8 +23,9 @@ esac
 
 
 @pytest.fixture
-def environment(tmp_path):
-    return Environment("vllm", tmp_path / "engines" / "vllm")
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("RALLYPOINT_ENGINES", str(tmp_path / "engines"))
+    return Environment.of("vllm")
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_an_environment_is_made_once_and_knows_what_is_in_it(environment, python
     assert environment.make("cpu", python, say=said.append) == made
     assert "is there already" in said[-1]
     assert (tmp_path / "log").read_text() == steps
-    assert installed_engines(environment.folder.parent) == [made]
+    assert installed_engines() == [made]
 
 
 def test_a_step_that_fails_is_one_line_and_the_next_time_goes_on(environment, python, tmp_path):
@@ -72,9 +73,9 @@ def test_a_build_for_another_device_replaces_what_is_there(environment, python, 
     assert "install vllm==" in (tmp_path / "log").read_text()
 
 
-def test_unknown_engines_and_devices_are_errors_that_name_the_known_ones(environment, python, tmp_path):
+def test_unknown_engines_and_devices_are_errors_that_name_the_known_ones(environment, python):
     with pytest.raises(EngineError, match="'tgi' is no engine that is installed; expected vllm"):
-        Environment.of("tgi", tmp_path)
+        Environment.of("tgi")
     with pytest.raises(EngineError, match="no build for device 'abacus'; choose --build cpu or --build cuda"):
         environment.make("abacus", python, say=print)
 
