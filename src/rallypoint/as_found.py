@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 GiveBack = Callable[[], None]
 
@@ -55,15 +55,16 @@ class AsFound:
                     self._give_back()
 
 
-def variables(names: Sequence[str]) -> GiveBack:
+def variables(names: Iterable[str]) -> GiveBack:
     """Look at variables of the environment; return what gives them back."""
     found = {name: os.environ.get(name) for name in names}
+    return lambda: set_variables(found)
 
-    def give_back() -> None:
-        for name, value in found.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
-    return give_back
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set variables of the environment, and remove those that are None."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

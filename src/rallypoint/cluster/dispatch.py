@@ -28,6 +28,7 @@ called on a worker object.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast, runtime_checkable
 
@@ -75,11 +76,6 @@ class RankArguments:
     kwargs: Kwargs
 
 
-def all_ranks(mesh: Mesh) -> Sequence[int]:
-    """Return every rank."""
-    return range(mesh.size)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class DispatchRule:
     """A pair of functions: arguments to one part per rank, results to a result."""
@@ -89,7 +85,7 @@ class DispatchRule:
     """Returns one entry per rank; a rank whose entry is None is not called."""
     join: Callable[[Sequence[Any]], Any]
     """Gets the results of the ranks that answer, in rank order."""
-    answering: Callable[[Mesh], Sequence[int]] = all_ranks
+    answering: Callable[[Mesh], Sequence[int]] = lambda mesh: range(mesh.size)
     """Ranks whose results are kept; those of the others never leave their process."""
 
 
@@ -118,19 +114,9 @@ def rule_of(method: Callable[..., Any]) -> DispatchRule:
     return rule
 
 
-def broadcast(method: MethodT) -> MethodT:
-    """Same arguments to every rank, all of which do the same; the first rank's result."""
-    return dispatched(_BROADCAST)(method)
-
-
 def collect(method: Callable[Concatenate[WorkerT, P], ResultT]) -> Callable[Concatenate[WorkerT, P], list[ResultT]]:
     """Same arguments to every rank; a list of all their results, such as the metrics of every rank."""
     return cast("Callable[Concatenate[WorkerT, P], list[ResultT]]", dispatched(_COLLECT)(method))
-
-
-def shard(method: MethodT) -> MethodT:
-    """Carriers and lists are split over the data-parallel ranks, everything else goes to all; results are joined."""
-    return dispatched(_SHARD)(method)
 
 
 def scatter(
@@ -138,11 +124,6 @@ def scatter(
 ) -> Callable[Concatenate[WorkerT, Sequence[ItemT], P], list[ResultT]]:
     """Item i of the first argument to rank i, every other argument to all; a list of the results."""
     return cast("Callable[Concatenate[WorkerT, Sequence[ItemT], P], list[ResultT]]", dispatched(_SCATTER)(method))
-
-
-def first_rank(method: MethodT) -> MethodT:
-    """Only rank 0 is called."""
-    return dispatched(_FIRST_RANK)(method)
 
 
 def _to_all(mesh: Mesh, args: Args, kwargs: Kwargs) -> list[RankArguments]:
@@ -262,17 +243,13 @@ def joined(results: Sequence[Any]) -> Any:
     )
 
 
-def _of_first(results: Sequence[Any]) -> Any:
-    return results[0]
-
-
-def _first(mesh: Mesh) -> Sequence[int]:
-    del mesh
-    return (0,)
-
-
-_BROADCAST = DispatchRule("broadcast", _to_all, _of_first, _first)
+_of_first = operator.itemgetter(0)
 _COLLECT = DispatchRule("collect", _to_all, list)
-_SHARD = DispatchRule("shard", _shards, joined, lambda mesh: mesh.leaders)
 _SCATTER = DispatchRule("scatter", _items, list)
-_FIRST_RANK = DispatchRule("first_rank", _to_first, _of_first, _first)
+
+broadcast = dispatched(DispatchRule("broadcast", _to_all, _of_first, lambda _: (0,)))
+"""Same arguments to every rank, all of which do the same; the first rank's result."""
+shard = dispatched(DispatchRule("shard", _shards, joined, lambda mesh: mesh.leaders))
+"""Carriers and lists are split over the data-parallel ranks, everything else goes to all; results are joined."""
+first_rank = dispatched(DispatchRule("first_rank", _to_first, _of_first, lambda _: (0,)))
+"""Only rank 0 is called."""

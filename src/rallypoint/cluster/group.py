@@ -120,7 +120,7 @@ class WorkerGroup(Generic[WorkerT]):
             self.processes[rank].create(self._invocation(number, rank, "__init__"), kind, self.mesh, args, kwargs)
             for rank in ranks
         ]
-        await Call[None](making, (), _nothing, self.deadline_s)
+        await Call[None](making, (), lambda _: None, self.deadline_s)
 
     async def renew(self, processes: Sequence[Process]) -> list[int]:
         """Make workers anew in processes that took the place of lost ones; return their ranks.
@@ -210,10 +210,6 @@ class WorkerGroup(Generic[WorkerT]):
     def _invocation(self, number: int, rank: int, method: str, *, answers: bool = False) -> Invocation:
         return Invocation(number, self.role, rank, method, answers, _STEP.get()).failing()
 
-    def within(self, deadline_s: float | None) -> WorkerGroup[WorkerT]:
-        """Return the same group with another deadline for its calls."""
-        return WorkerGroup(Layout(self.role, self.processes, self.mesh, deadline_s), self._made)
-
     async def shutdown(self, patience_s: float = 30.0) -> None:
         """Release the workers once they have finished their calls; processes that hold no other role end.
 
@@ -228,7 +224,7 @@ class WorkerGroup(Generic[WorkerT]):
         number = next(_NUMBERS)
         left = [rank for rank, process in enumerate(self.processes) if self.role in process.roles]
         closing = {
-            asyncio.ensure_future(Call[None]([pending], (), _nothing, None))
+            asyncio.ensure_future(Call[None]([pending], (), lambda _: None, None))
             for rank in left
             if not self.processes[rank].ended
             for pending in [self.processes[rank].retire(self._invocation(number, rank, "__exit__"))]
@@ -257,7 +253,3 @@ class WorkerGroup(Generic[WorkerT]):
             if len(process.roles) > 1:  # the process stays, for other roles
                 process.retire(self._invocation(number, rank, "__exit__"))
             process.release(self.role)
-
-
-def _nothing(results: Sequence[Any]) -> None:
-    del results

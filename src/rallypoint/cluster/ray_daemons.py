@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rallypoint.as_found import set_variables, variables
 from rallypoint.cluster.reaper import stat_of
 
 _UNUSED = ("start_log_monitor", "start_monitor", "start_api_server")
@@ -155,32 +156,26 @@ def only_needed(node_class: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables of the environment, or remove those that are None, and put everything back at the end."""
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
+    give_back = variables(changes)
+    set_variables(changes)
     try:
         yield
     finally:
-        _set(before)
+        give_back()
 
 
 @contextlib.contextmanager
 def process_as_found() -> Iterator[None]:
     """Put back what Ray sets for a driver: in this process nobody is debugged by Ray, and SIGTERM is the user's."""
-    found = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
+    give_back = variables(("PYTHONBREAKPOINT", "RAY_CLIENT_MODE"))
     on_error, on_sigterm = sys.excepthook, signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        _set(found)
+        give_back()
         sys.excepthook = on_error
         if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets none
             signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name in variables:
-        os.environ.pop(name, None)
-    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 class _Voice(logging.Handler):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import operator
 import os
 import pickle
 import platform
@@ -182,7 +183,8 @@ class RayProcess:
         if not _is_large(value):
             return value
         what = "Ray to take an argument of several ranks"
-        return Fetch((self.runtime.ray_thread.ask(what, lambda: ray.put(value), needs_gcs=False),), _only)
+        reference = self.runtime.ray_thread.ask(what, lambda: ray.put(value), needs_gcs=False)
+        return Fetch((reference,), operator.itemgetter(0))
 
     def pulse(self) -> Future[Pulse]:
         """See `Process.pulse`."""
@@ -246,10 +248,6 @@ def _is_large(value: Any) -> bool:
     except (TypeError, AttributeError, pickle.PicklingError):  # Ray can pickle more, such as functions without a name
         return False
     return len(data) + sum(buffer.raw().nbytes for buffer in buffers) > _LARGE_BYTES
-
-
-def _only(parts: Sequence[Any]) -> Any:
-    return parts[0]
 
 
 PREFIXES = (

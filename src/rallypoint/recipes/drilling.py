@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint import checkpoint
+from rallypoint.as_found import variables
 from rallypoint.display import Silent
 from rallypoint.errors import RallyError, RunFolderError, first_line
 from rallypoint.failpoints import NOTED, VARIABLE
@@ -121,7 +122,7 @@ class _Child:
 @contextlib.contextmanager
 def _failing(fails: str) -> Iterator[None]:
     """Have the runs of this process fail; a run that does not end within the limit is interrupted."""
-    before = os.environ.get(VARIABLE)
+    give_back = variables([VARIABLE])
     os.environ[VARIABLE] = fails
     timers = [threading.Timer(_LIMIT_S + more, signal.raise_signal, [signal.SIGINT]) for more in (0, 10)]
     for timer in timers:
@@ -132,9 +133,7 @@ def _failing(fails: str) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
+        give_back()
 
 
 class Drills:
