@@ -32,8 +32,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from update import GROUP_SIZE, SHAPES, Shape, make_model, make_rows
-from update import PROMPT_TOKENS as UPDATE_PROMPT_TOKENS
+from update import GROUP_SIZE, PROMPT_TOKENS as UPDATE_PROMPT_TOKENS, SHAPES, Shape, make_model, make_rows
 
 from rallypoint.config import OptimizerConfig, RoleName, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs

@@ -38,8 +38,7 @@ from torch.nn import functional
 from training import Sample, as_users_have_it, calm, machine_seconds
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from update import SHAPES, Shape
-from update import make_model as make_untimed_model
+from update import SHAPES, Shape, make_model as make_untimed_model
 
 WEIGHTS_ARE_THERE = [0.0]
 """When this side's were."""

@@ -23,8 +23,7 @@ import pytest
 from _pytest.assertion import rewrite
 from _pytest.doctest import DoctestModule
 from hypothesis import settings
-from jaxtyping import config as checks_of_shapes
-from jaxtyping import install_import_hook
+from jaxtyping import config as checks_of_shapes, install_import_hook
 from skips import refuse_skip
 
 if "RALLYPOINT_PRETEND" not in os.environ:  # in a fork of a process that has imported them

@@ -15,13 +15,9 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rallypoint.library.run import Best as Best
-    from rallypoint.library.run import Run as Run
-    from rallypoint.library.run import load_run as load_run
-    from rallypoint.library.training import Step as Step
-    from rallypoint.library.training import train as train
-    from rallypoint.library.use import evaluate as evaluate
-    from rallypoint.library.use import generate as generate
+    from rallypoint.library.run import Best as Best, Run as Run, load_run as load_run
+    from rallypoint.library.training import Step as Step, train as train
+    from rallypoint.library.use import evaluate as evaluate, generate as generate
 
 __version__ = "0.1.0"
 

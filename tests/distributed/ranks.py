@@ -28,9 +28,9 @@ from rallypoint.types import (
     Mean,
     Metrics,
     PairBatch,
+    Sequences as Rows,
     offsets_from_lengths,
 )
-from rallypoint.types import Sequences as Rows
 
 LENGTHS = (9, 2, 17, 40, 1, 6, 33, 8)
 PAIR_LENGTHS = (9, 12, 17, 24, 11, 6, 20, 8, 24, 24)

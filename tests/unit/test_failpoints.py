@@ -10,8 +10,7 @@ from rallypoint.cluster.inline import InlineRuntime
 from rallypoint.cluster.pool import ResourcePool
 from rallypoint.cluster.process import Invocation
 from rallypoint.errors import ConfigError, FailpointError, WorkerError
-from rallypoint.failpoints import NOTED, VARIABLE, Failpoints, arming, parse
-from rallypoint.failpoints import failing as failing_call
+from rallypoint.failpoints import NOTED, VARIABLE, Failpoints, arming, failing as failing_call, parse
 from rallypoint.journal import NUMBERS_OF, Journal, Said, StepDone, read_journal
 
 

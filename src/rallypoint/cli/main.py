@@ -168,8 +168,7 @@ def show(
     ] = None,
 ) -> None:
     """Print rollouts of a step: prompt, response, rewards."""
-    from rallypoint.cli.runs import show as print_chosen
-    from rallypoint.cli.runs import write_traces
+    from rallypoint.cli.runs import show as print_chosen, write_traces
 
     if traces is not None:
         write_traces(run, traces, step=step, validation=validation)

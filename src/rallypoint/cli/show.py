@@ -322,8 +322,10 @@ def _console(*, stderr: bool = False) -> Console:
 
 def check_reward(recipe: str, overrides: Sequence[str], *, max_rows: int) -> int:
     """Print a table of answers, scores and times; return 1 if there is something to look at, else 0."""
-    from rallypoint.prepare.check_reward import SHOWN_ROWS  # heavy, and of no use to the other commands
-    from rallypoint.prepare.check_reward import check_reward as check
+    from rallypoint.prepare.check_reward import (
+        SHOWN_ROWS,  # heavy, and of no use to the other commands
+        check_reward as check,
+    )
 
     console, config = _console(), load_named(recipe, overrides).config
     with console.status("") as status:

@@ -215,8 +215,7 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a trained model as an ordinary Hugging Face folder, with a model card."""
-    from rallypoint.recipes.export import export as export_to
-    from rallypoint.recipes.export import push as push_to
+    from rallypoint.recipes.export import export as export_to, push as push_to
     from rallypoint.recipes.use import find_trained
 
     folder = Path(to).expanduser().absolute()

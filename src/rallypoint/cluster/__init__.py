@@ -12,26 +12,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rallypoint.cluster.call import Call, Process
+from rallypoint.cluster.call import Call as Call, Process as Process
 from rallypoint.cluster.dispatch import (
-    DispatchRule,
-    Joinable,
-    RankArguments,
-    Splittable,
-    broadcast,
-    collect,
-    dispatched,
-    first_rank,
-    joined,
-    scatter,
-    shard,
+    DispatchRule as DispatchRule,
+    Joinable as Joinable,
+    RankArguments as RankArguments,
+    Splittable as Splittable,
+    broadcast as broadcast,
+    collect as collect,
+    dispatched as dispatched,
+    first_rank as first_rank,
+    joined as joined,
+    scatter as scatter,
+    shard as shard,
 )
-from rallypoint.cluster.group import Layout, WorkerGroup, at_step
-from rallypoint.cluster.inline import InlineRuntime
-from rallypoint.cluster.mesh import Mesh
-from rallypoint.cluster.pool import Pool, PoolView, ResourcePool, ResourcePoolManager, Runtime, merge
-from rallypoint.cluster.process import ProcessInfo, WorkerContext
-from rallypoint.cluster.ray_thread import is_held_by_ray
+from rallypoint.cluster.group import Layout as Layout, WorkerGroup as WorkerGroup, at_step as at_step
+from rallypoint.cluster.inline import InlineRuntime as InlineRuntime
+from rallypoint.cluster.mesh import Mesh as Mesh
+from rallypoint.cluster.pool import (
+    Pool as Pool,
+    PoolView as PoolView,
+    ResourcePool as ResourcePool,
+    ResourcePoolManager as ResourcePoolManager,
+    Runtime as Runtime,
+    merge as merge,
+)
+from rallypoint.cluster.process import ProcessInfo as ProcessInfo, WorkerContext as WorkerContext
+from rallypoint.cluster.ray_thread import is_held_by_ray as is_held_by_ray
 from rallypoint.cluster.warm import IS_POSSIBLE
 from rallypoint.errors import ClusterError
 from rallypoint.extras import why_not
@@ -96,35 +103,3 @@ def open_runtime(
         preload=preload,
         say=say,
     )
-
-
-__all__ = [
-    "Call",
-    "DispatchRule",
-    "InlineRuntime",
-    "Joinable",
-    "Layout",
-    "Mesh",
-    "Pool",
-    "PoolView",
-    "Process",
-    "ProcessInfo",
-    "RankArguments",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "Runtime",
-    "Splittable",
-    "WorkerContext",
-    "WorkerGroup",
-    "at_step",
-    "broadcast",
-    "collect",
-    "dispatched",
-    "first_rank",
-    "is_held_by_ray",
-    "joined",
-    "merge",
-    "open_runtime",
-    "scatter",
-    "shard",
-]

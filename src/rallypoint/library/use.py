@@ -14,8 +14,7 @@ from rallypoint.library.rewards import Rewards, specs_of, wanted_columns
 from rallypoint.library.run import Run
 from rallypoint.library.settings import renamed
 from rallypoint.prepare.from_python import Data, Model, data_files, model_path
-from rallypoint.recipes.evaluation import Evaluation
-from rallypoint.recipes.evaluation import evaluate as score
+from rallypoint.recipes.evaluation import Evaluation, evaluate as score
 from rallypoint.recipes.use import Asked, Trained, complete, find_trained
 
 

@@ -10,21 +10,11 @@ Values flow one way:
                    └─> StepReport -> Progress (LivePanel, PlainLines, Silent)
 """
 
-from rallypoint.run.metrics_log import MetricsLog
-from rallypoint.run.reports import Completion, RunInfo, StepReport, Summary, why_no_plot
-from rallypoint.run.trace import otlp, trace
-from rallypoint.run.troubles import Trouble, troubles, troubles_of
-
-__all__ = [
-    "Completion",
-    "MetricsLog",
-    "RunInfo",
-    "StepReport",
-    "Summary",
-    "Trouble",
-    "otlp",
-    "trace",
-    "troubles",
-    "troubles_of",
-    "why_no_plot",
-]
+from rallypoint.run.metrics_log import MetricsLog as MetricsLog
+from rallypoint.run.reports import (
+    Completion as Completion,
+    RunInfo as RunInfo,
+    StepReport as StepReport,
+    Summary as Summary,
+    why_no_plot as why_no_plot,
+)

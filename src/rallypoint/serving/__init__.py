@@ -3,30 +3,15 @@
 Must not know: which engine answers, where its weights come from.
 """
 
-from rallypoint.serving.app import Access, make_app, numbers_route, with_errors
-from rallypoint.serving.bridge import Bridge
-from rallypoint.serving.codec import Codec
-from rallypoint.serving.connections import Deadlines
-from rallypoint.serving.handlers import Model
-from rallypoint.serving.server import LOOPBACK, Server, bind, check_keys, is_loopback
-from rallypoint.serving.sessions import Served, Session, Sessions, make_sessions_app
-
-__all__ = [
-    "LOOPBACK",
-    "Access",
-    "Bridge",
-    "Codec",
-    "Deadlines",
-    "Model",
-    "Served",
-    "Server",
-    "Session",
-    "Sessions",
-    "bind",
-    "check_keys",
-    "is_loopback",
-    "make_app",
-    "make_sessions_app",
-    "numbers_route",
-    "with_errors",
-]
+from rallypoint.serving.app import (
+    Access as Access,
+    make_app as make_app,
+    numbers_route as numbers_route,
+    with_errors as with_errors,
+)
+from rallypoint.serving.bridge import Bridge as Bridge
+from rallypoint.serving.codec import Codec as Codec
+from rallypoint.serving.connections import Deadlines as Deadlines
+from rallypoint.serving.handlers import Model as Model
+from rallypoint.serving.server import LOOPBACK as LOOPBACK, Server as Server, bind as bind, check_keys as check_keys
+from rallypoint.serving.sessions import Served as Served, Sessions as Sessions, make_sessions_app as make_sessions_app

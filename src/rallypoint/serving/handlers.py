@@ -12,8 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Generic, Literal, Protocol
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as Call
+from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 

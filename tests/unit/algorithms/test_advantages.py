@@ -4,8 +4,7 @@ import itertools
 import pytest
 import torch
 from formulas import advantages as formulas
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jaxtyping import TypeCheckError
 
 from rallypoint.algorithms import (

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from formulas import advantages
-from formulas import losses as formulas
+from formulas import advantages, losses as formulas
 from hypothesis import given, settings
 from random_cases import random_cases
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 from formulas import losses as formulas
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.algorithms import KL, kl_penalty
 

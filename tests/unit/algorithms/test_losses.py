@@ -3,8 +3,7 @@ import itertools
 import pytest
 import torch
 from formulas import losses as formulas
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from random_cases import random_cases
 
 from rallypoint.algorithms import entropy_bonus, explained_variance, kl_loss, policy_loss, value_loss

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.algorithms import ADVANTAGES, KL, OverlongPenalty, RowMask, has_signal, weigh
 from rallypoint.types import JudgedBatch

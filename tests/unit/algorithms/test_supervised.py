@@ -6,8 +6,7 @@ import pickle
 import pytest
 import torch
 from formulas import supervised as formulas
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rallypoint.algorithms import BradleyTerry, CrossEntropy, LossInputs, PreferenceLoss, TokenOutputs
 from rallypoint.types import PairBatch, merge, offsets_from_lengths

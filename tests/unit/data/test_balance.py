@@ -1,8 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.data.packing import balance, balance_groups, row_costs
 

@@ -4,8 +4,7 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.data import Example, Message, check_dataset_path, load_dataset
 from rallypoint.data.files import Problems

@@ -5,8 +5,7 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.data import load_dataset, make_digits, score_digits
 from rallypoint.data.digits import make_task

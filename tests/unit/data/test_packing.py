@@ -1,8 +1,7 @@
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.data.packing import balance_groups, pack_groups, pack_rows, pad_rows, row_costs
 from rallypoint.errors import RowTooLongError

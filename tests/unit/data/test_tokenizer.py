@@ -1,8 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jinja2.exceptions import SecurityError
 
 from rallypoint.config import TokenizerConfig

@@ -3,8 +3,7 @@
 import functools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from spelled_calls import SPELLINGS, TOOLS, TYPES, WANTED, WRITTEN
 from tool_templates import FAMILIES, make_tool_tokenizer
 

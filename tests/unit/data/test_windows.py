@@ -7,8 +7,7 @@ from typing import Any, ClassVar, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.data import (
     Conversations,

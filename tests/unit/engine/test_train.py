@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig

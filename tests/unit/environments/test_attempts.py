@@ -5,8 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.environments.attempts import Attempt, answer_in, best_at, majority, measure_attempts, pass_at
 

@@ -2,8 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.generation import rollout_keys, uniform
 

@@ -6,8 +6,7 @@ import torch
 
 from rallypoint.config.limits import MAX_TOP_K
 from rallypoint.errors import RequestError
-from rallypoint.generation import Request, SamplingMetadata, SamplingParams
-from rallypoint.generation import sample as sample_with_rules
+from rallypoint.generation import Request, SamplingMetadata, SamplingParams, sample as sample_with_rules
 from rallypoint.generation.requests import check_request
 from rallypoint.generation.sampler import Sampler
 

@@ -5,8 +5,7 @@ import struct
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.errors import ModelError
 from rallypoint.model_files.reader import CHUNK_BYTES, LONG_ROW_BYTES, TYPES, Read, TensorFiles

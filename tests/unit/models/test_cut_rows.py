@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.models import Dealt, PackedRows, SharedPrefixes
 from rallypoint.models.cut_rows import _Block, block_of_tokens

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.config.load import AUTOMATICALLY, THIS_MACHINE

@@ -6,8 +6,8 @@ import pytest
 from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
-from rallypoint.data import Conversation as Talk
 from rallypoint.data import (
+    Conversation as Talk,
     Conversations,
     Example,
     Message,

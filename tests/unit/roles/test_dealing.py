@@ -5,8 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.cluster import Layout, Mesh, ResourcePool, WorkerContext, WorkerGroup, open_runtime, shard
 from rallypoint.roles.dealing import deal, per_token

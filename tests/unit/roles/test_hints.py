@@ -4,8 +4,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import EncodedPrompts, Example, Message, make_digits_tokenizer
-from rallypoint.roles.teacher import Hints, said_of
-from rallypoint.roles.teacher import shown as with_prompts
+from rallypoint.roles.teacher import Hints, said_of, shown as with_prompts
 from rallypoint.types import Sequences
 
 

@@ -4,8 +4,7 @@ import itertools
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rallypoint.errors import StalenessError
 from rallypoint.sampling.groups import Groups, OverSampledGroups, PromptsDone

@@ -2,8 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from rallypoint.serving.detokenizer import Detokenizer, StopText

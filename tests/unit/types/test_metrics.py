@@ -2,8 +2,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.types import AtMaximum, Last, Maximum, Mean, Metrics, Sum, merge
 

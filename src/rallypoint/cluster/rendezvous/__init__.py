@@ -18,10 +18,14 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from rallypoint.cluster.rendezvous.address import is_loopback, listening_socket, own_address
+from rallypoint.cluster.rendezvous.address import (
+    is_loopback as is_loopback,
+    listening_socket as listening_socket,
+    own_address as own_address,
+)
 from rallypoint.cluster.rendezvous.memory import MemoryRooms
-from rallypoint.cluster.rendezvous.protocol import Change, Membership, Rendezvous, Rooms
-from rallypoint.cluster.rendezvous.room import Member, Room, Sighting
+from rallypoint.cluster.rendezvous.protocol import Membership as Membership, Rendezvous as Rendezvous
+from rallypoint.cluster.rendezvous.room import Member as Member, Room as Room
 from rallypoint.errors import RendezvousError
 
 LEASE_S = 10.0
@@ -58,19 +62,3 @@ def open_rendezvous(
     if address is None:
         raise RendezvousError("rendezvous=etcd needs the address of the server, such as http://127.0.0.1:2379")
     return Rendezvous(EtcdRooms.open(address, scope, lease_s, os.environ.get("ETCDCTL_USER")))
-
-
-__all__ = [
-    "Change",
-    "Member",
-    "Membership",
-    "MemoryRooms",
-    "Rendezvous",
-    "Room",
-    "Rooms",
-    "Sighting",
-    "is_loopback",
-    "listening_socket",
-    "open_rendezvous",
-    "own_address",
-]

@@ -39,8 +39,7 @@ from rallypoint.extras import why_not
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
-    from mcp.types import Tool as ServersTool
+    from mcp.types import CallToolResult, Tool as ServersTool
 
 
 PACKAGE = ("mcp", "mcp")

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rallypoint.generation.native.accelerator.backend import PagedAttention
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager, BlockTables

@@ -5,8 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sampling_cases import CHANGES
 
 from rallypoint.generation import NativeEngine, Request, SamplingParams

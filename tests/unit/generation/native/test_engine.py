@@ -7,8 +7,7 @@ from grids import thinned
 
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import NotFiniteError, RequestError
-from rallypoint.generation import NativeEngine, Request
-from rallypoint.generation import generate as through
+from rallypoint.generation import NativeEngine, Request, generate as through
 from rallypoint.models import ModelShard
 from rallypoint.types import RolloutBatch
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreT
 
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import CacheError, RequestError
-from rallypoint.generation import NativeEngine, Request, SamplingParams, stream
-from rallypoint.generation import generate as through
+from rallypoint.generation import NativeEngine, Request, SamplingParams, generate as through, stream
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, PackedRows, named_weights
 

@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
-from vllm.v1.sample.logits_processor import LogitsProcessor as FirstLogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor as FirstLogitsProcessor, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor.interface import (
     LogitsContext,
     LogitsProcessor,
