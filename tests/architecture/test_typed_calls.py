@@ -66,7 +66,6 @@ async def right(processes: Sequence[Process], batch: Batch) -> None:
     assert_type(await actor.call(Actor.logprobs, batch, temperature=0.5), Values)
     assert_type(await actor.call(Actor.logprobs, batch=batch), Values)
     assert_type(actor.call(Actor.logprobs, batch).result(timeout_s=1.0), Values)
-    assert_type(await actor.within(3.0).call(Actor.load, 1), None)
     assert_type(await actor.call(Actor.metrics), list[dict[str, float]])
     assert_type(await actor.call(Actor.take, ["a", "b"], suffix="c"), list[int])
     assert_type(await actor.call(Actor.take, ("a", "b")), list[int])
