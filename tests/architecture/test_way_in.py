@@ -62,6 +62,13 @@ def test_the_reading_path_passes_the_page_the_sampling_the_loss_and_the_group():
     assert {"src/rallypoint/sampling/source.py", "src/rallypoint/roles/rollout.py"} <= set(PATH)
 
 
+def test_every_file_that_the_reading_order_names_is_there():
+    order = GUIDE[GUIDE.index("## Reading order") : GUIDE.index("## Tests")]
+    files = re.findall(r"`(?:src/rallypoint/)?([\w/]+\.py)`", order)
+    assert len(files) > 50
+    assert [file for file in files if not (PACKAGE / file).is_file()] == []
+
+
 @pytest.mark.parametrize(
     "file", sorted(PACKAGE.rglob("__init__.py")), ids=lambda file: str(file.parent.relative_to(PACKAGE))
 )
