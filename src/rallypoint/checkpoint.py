@@ -284,7 +284,7 @@ def _is_weights(name: str) -> bool:
 
 
 def digest(path: Path) -> str:
-    """Return the xxh3-128 of a file in hex; it finds damage and edits, but is no signature."""
+    """Return the xxh3-128 of a file in hex; it finds damage and edits, but is not a signature."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -371,6 +371,6 @@ def sync(path: Path) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Flush a folder and everything in it; its own name is an entry of its parent."""
+    """Flush a folder and everything in it. Its own name is in its parent folder, which is not flushed."""
     for path in (*folder.rglob("*"), folder):
         sync(path)

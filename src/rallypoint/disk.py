@@ -137,7 +137,7 @@ def naming(path: str | os.PathLike[str], needed: int | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def naming_tensors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Do the same for a file that safetensors writes, whose errors are no `OSError`.
+    """Do the same for a file that safetensors writes, whose errors are not `OSError`.
 
     Raises:
         DiskError: instead of a `SafetensorError` of the block.

@@ -68,7 +68,7 @@ class EnvironmentFailedError(RallyError, RuntimeError):
 
 
 class TeacherError(RallyError, RuntimeError):
-    """A served teacher gave no answer, or one that is no judgement of the tokens it was asked about."""
+    """A served teacher gave no answer, or one that is not a judgement of the tokens it was asked about."""
 
 
 class UserCodeError(RallyError, ValueError):
@@ -259,7 +259,7 @@ class WeightsMismatchError(RallyError, RuntimeError):
 
 
 class PublishError(RallyError, RuntimeError):
-    """Weights did not get from the actor to the rollout role in time; who was waited for is named."""
+    """Weights did not get from the actor to the rollout role in time; the error names ranks that were missing."""
 
 
 class StalenessError(RallyError, RuntimeError):

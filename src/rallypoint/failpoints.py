@@ -75,7 +75,7 @@ def parse(text: str) -> list[Failpoint]:
         if wrong := [word for word in middle if not re.fullmatch(r"\w+=\d+", word)]:
             problems.append(f"{one}: expected conditions such as step=7, found {wrong[0]!r}")
         elif not ((how in HOW and "=" not in how) or re.fullmatch(r"slow=(\d+\.?\d*|\.\d+)", how)):
-            problems.append(f"{one}: expected how it fails at its end, one of {', '.join(HOW)}; found {how!r}")
+            problems.append(f"{one}: expected it to end with how it fails, one of {', '.join(HOW)}; found {how!r}")
         else:
             pairs = [word.split("=") for word in middle]
             numbers = {name: int(number) for name, number in pairs}

@@ -153,7 +153,7 @@ def test_agents_that_fail_in_every_way_are_counted_and_leave_the_others_right(tr
         "the process of the agent ended with status 3, as by os._exit",
         "the agent raised LookupError: no such move",
         "the agent raised EnvironmentFailedError: the game is down",
-        "the agent returned object that is no JSON",
+        "the agent returned object that is not JSON",
         "the agent ended without an answered call: it has to ask the model at base_url at least once",
     ):
         assert reason in journal

@@ -249,7 +249,7 @@ def test_a_policy_that_has_read_the_answer_teaches_itself(runs, taught, tmp_path
     assert 0.3 < column(told, "actor/teacher_judged")[0] < 0.7, "half of the prompts have feedback"
     with pytest.raises(ValueError, match=r"teacher.hint has {feedback}, which a reward function gives"):
         load_checked(str(taught / "student.yaml"), ["teacher.hint='{feedback}'"])
-    with pytest.raises(DataError, match=r"with teacher.hint behind each prompt: (.|\n)* max_prompt_tokens is 3"):
+    with pytest.raises(DataError, match=r"with teacher.hint after each prompt: (.|\n)* max_prompt_tokens is 3"):
         runs("long", *own, f"data.train={tmp_path}/prompts.jsonl", "data.max_prompt_tokens=3")
     with pytest.raises(
         ValueError, match=r"teacher.hint='=7' says the same of every prompt; expected {ground_truth} or"

@@ -190,7 +190,7 @@ def test_what_is_wrong_is_said_as_the_command_says_it_and_leaves_no_run(train, t
         train(reward=lambda completion, hardness: 0.0)
     with pytest.raises(DataError, match="column 'prompt' is missing; 'question' may be it"):
         train(data=[{"question": "1", "answer": "2"}])
-    with pytest.raises(RunFolderError, match="no folder of a run"):
+    with pytest.raises(RunFolderError, match="not the folder of a run"):
         rally.load_run(tmp_path)
     assert not (tmp_path / "runs" / "run").exists()
 

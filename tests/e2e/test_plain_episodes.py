@@ -139,7 +139,7 @@ def test_plain_episodes_that_fail_in_every_way_are_counted_and_leave_the_others_
         "the process of the episode ended with status 3, as by os._exit",
         "the episode raised LookupError: no such move",
         "the episode raised EnvironmentFailedError: the game is down",
-        "the episode returned object that is no JSON",
+        "the episode returned object that is not JSON",
         "the episode ended without a response",
     ):
         assert reason in journal

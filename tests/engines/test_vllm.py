@@ -283,8 +283,8 @@ class Trainer:
     def close(self):
         """Nothing is open."""
 
-    def met(self, plan, place, given_up):
-        return same_node.met(self.rendezvous, plan, place, given_up=given_up)
+    def meet(self, plan, place, given_up):
+        return same_node.meet_members(self.rendezvous, plan, place, given_up=given_up)
 
     def exposed(self):
         return self.memory.exposed(self.held, self.shard.trained())
@@ -304,7 +304,7 @@ def test_weights_that_are_sent_arrive_as_from_a_folder_and_a_server_that_lost_th
     with start(None, num_devices=num_devices) as engine, open_rendezvous("memory", "vllm") as rendezvous:
         trainer = Trainer(folder, rendezvous, apart=apart)
         replica = ServerReplica(trainer, trainer, engine, trainer)
-        trainer.connect(replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_parts=num_devices))
+        trainer.connect(replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_workers=num_devices))
         for version in (5, 6, 7):
             with torch.no_grad():
                 for weight in trainer.shard.model.parameters():

@@ -44,7 +44,7 @@ def take(rendezvous, plan, device, into):
 def take_as_server(rendezvous, plan, device, into):
     """What a worker of a server does, with the invitation that its rank has for it."""
     pieces = {"w": same_names("w", SHAPE)}
-    told = Invitation(IPC, plan, [1], same_node.met(rendezvous, plan, 1), pieces).text()
+    told = Invitation(IPC, plan, [1], same_node.meet_members(rendezvous, plan, 1), pieces).text()
     own = torch.device(device, torch.accelerator.current_device_index())
     receiver = ServerReceiver(Invitation.read(told), 0, own)
     for version in (1, 2):

@@ -50,7 +50,7 @@ def failing(tmp_path, monkeypatch, said):
     [
         (
             "actor.train:explode",
-            "expected how it fails at its end, one of kill, term, stop, raise, hang, slow=SECONDS, disk",
+            "expected it to end with how it fails, one of kill, term, stop, raise, hang, slow=SECONDS, disk",
         ),
         ("actor.train", "found ''"),
         ("actor.train:slow=often", "found 'slow=often'"),

@@ -90,7 +90,7 @@ class DistillationLoss:
             }
             total = torch.where(judged, ratio * sum(lost.values()) / len(lost), 0.0).sum(dtype=torch.float64)
         watched = merge(watched, Metrics({"loss": Mean(float(total.detach()), num_judged)}))
-        # Without a judged token there is nothing to say of them but that: a mean of nothing is no number.
+        # Without a judged token there is nothing to say of them but that: a mean of nothing is not a number.
         return total, watched if num_judged else Metrics({"teacher_judged": watched["teacher_judged"]})
 
 

@@ -175,7 +175,7 @@ class ActorLoss:
         return total, merge(metrics, Metrics({"loss": Mean(float(total.detach()), weight)}))
 
     def _of_kl(self, tokens: PolicyTokens, correction: Tensor | None) -> Tensor | None:
-        """Return the weight of each token in the KL: that of the policy loss, but for masks that look at advantages."""
+        """Return the weight of each token in the KL: as in the policy loss, without masks that look at advantages."""
         weighing = tuple(each for each in self.corrections if each.weighs_kl)
         if (own := own_weight(self.objective)) is not None:
             weighing = (*weighing, own)

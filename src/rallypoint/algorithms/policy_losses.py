@@ -361,7 +361,7 @@ class SAPO(PolicyObjective):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPPO(Anchored):
-    """PPO with a trust region of divergences (arXiv 2602.04879): of probabilities, where `clip` bounds their ratio.
+    """PPO with a trust region (arXiv 2602.04879): it bounds a divergence of probabilities, where `clip` bounds a ratio.
 
     A rare token may change its ratio tenfold without changing the policy, and a common one hardly may. A token is
     dropped once it has left the region on the side that its advantage pushes to. The divergence is that of the two

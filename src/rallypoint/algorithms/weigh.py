@@ -1,4 +1,4 @@
-"""From a judged batch to what actor and critic learn from: the step of the page between judging and learning.
+"""Advantages: from a batch with logprobs and values to what actor and critic learn from.
 
 Owns: which advantage goes with which carrier, where KL enters the reward, and that masked rows leave when all baselines
 are known. Must not know: how advantages are computed. Called once per step with the whole batch, so that whitening and
@@ -38,7 +38,7 @@ def weigh(
     Args:
         batch: B rows; those with the same `prompt_index` are a group.
         advantage: the estimator.
-        kl: the pull towards the reference, or None.
+        kl: the KL to the reference, or None.
         aggregation: what the loss is to be a mean of.
         mask: rows that do not train.
 
@@ -91,7 +91,7 @@ def weigh_valued(
     Args:
         batch: B rows with values.
         advantage: the estimator.
-        kl: the pull towards the reference, or None.
+        kl: the KL to the reference, or None.
         aggregation: what the actor's loss is to be a mean of.
         mask: rows that do not train.
 

@@ -169,12 +169,12 @@ def print_plan(
 
 def _compared(config: RunConfig, folder: RunFolder, from_step: int | None) -> Sequence[str]:
     """Compare a config with the checkpoint that a resume would go on from."""
-    from rallypoint.prepare.material import read_material  # only now torch, as in `_read`
+    from rallypoint.prepare.material import read_inputs  # only now torch, as in `_read`
     from rallypoint.run.resume import Beginning
 
     config = anchored(config)
     if config.trainer.num_epochs is not None:
-        config = read_material(config).settled(config)
+        config = read_inputs(config).settled(config)
     beginning = Beginning.compared(folder, config, from_step)
     return [f"goes on after step {beginning.first} of {config.trainer.num_steps}", *beginning.notes]
 
@@ -190,7 +190,7 @@ def _not_known(config: RunConfig, plan: RunPlan, devices: Sequence[str]) -> Iter
 
 
 def _how_to_know(config: RunConfig) -> str:
-    """Say why the memory of a plan is not known, and how it will be."""
+    """Say why the memory of a plan is not known, and what to do to know it."""
     path = config.model.path
     if path is not None and is_hub_name(path):
         return (

@@ -118,7 +118,7 @@ class Invocation:
         return f"{self.role}.{self.method}"
 
     def failing(self) -> Self:
-        """Return it with the failure on purpose that is due, if one is."""
+        """Return it with the failure that a failpoint wants now, if any."""
         if failpoints.armed is None:
             return self
         return dataclasses.replace(self, fails=failpoints.armed.due(str(self), self))
@@ -330,7 +330,7 @@ def _raise_in(thread: int) -> None:
 
     Before Python 3.12 a thread that is being started has the id of the thread that starts it, and is found first. It
     would end before it ran, and the starting thread would wait for ever. So nothing is raised during a thread's start,
-    which may itself last: who insists comes again.
+    which may itself last; `_insist` tries again.
     """
     with threading._active_limbo_lock:  # pyright: ignore[reportAttributeAccessIssue] - nobody else can tell
         if sys.version_info >= (3, 12) or not threading._limbo:  # pyright: ignore[reportAttributeAccessIssue]

@@ -62,8 +62,8 @@ def ask(address: str, variables: Mapping[str, str | None], say: Callable[[str], 
                 probe.kill()
                 probe.communicate()
                 raise ClusterError(
-                    f"the Ray cluster at {address} has not answered for {waiting.waited_s:.0f} s: it is frozen, "
-                    "or the port is somebody else's (the one that ray start names is right)"
+                    f"the Ray cluster at {address} has not answered for {waiting.waited_s:.0f} s: it hangs, "
+                    "or another program has this port (use the address that `ray start` printed)"
                 ) from None
             waiting.say_if_due()
     try:
@@ -181,7 +181,7 @@ def check_cluster(address: str) -> None:
         check_versions(Versions(metadata["ray_version"], metadata["python_version"]), _own_versions())
     if not nodes & set(find_node_ids()):
         raise ProblemError(
-            f"this machine is no node of the cluster at {address}, and a driver must run on one: "
+            f"this machine is not a node of the cluster at {address}, and a driver must run on one: "
             f"ray start --address={address} makes it one, or let ray job submit run the command there"
         )
     try:

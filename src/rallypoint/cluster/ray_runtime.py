@@ -209,7 +209,7 @@ class RayRuntime:
             if done or not (wait.is_due or wait.is_over):
                 continue
             missing = await self._asked("Ray to report what is free", lambda: _missing(pool, group))
-            missing = f"missing {missing or f'{len(pending)} of {len(new)} processes, which start'}"
+            missing = f"missing {missing or f'{len(pending)} of {len(new)} processes, which are starting'}"
             if wait.is_over:
                 raise NoPlaceError(
                     f"gave up after cluster.placement_timeout_s={self._timeout_s:g}: {wait.line(missing)}"

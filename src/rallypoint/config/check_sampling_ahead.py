@@ -19,7 +19,7 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def ahead_contradictions(config: RunConfig) -> Iterator[Problem]:
-    """Yield what a run that samples ahead cannot have, or has for nothing."""
+    """Yield settings that a run which samples ahead cannot have, or that have no effect there."""
     if "rollout" in config.roles:
         yield from _keys(config)
         yield from _shared_pool(config)

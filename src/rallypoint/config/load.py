@@ -133,9 +133,9 @@ def _of_their_names(source: Source) -> dict[str, Any]:
 
 
 def _untagged(location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return where a problem is, without the name that pydantic puts behind a section that is chosen by one.
+    """Return where a problem is, without the name that pydantic puts after a section that is chosen by one.
 
-    And without the one behind a key that is a text or an object.
+    It also lacks the name that pydantic puts after a key that may be a text or an object.
     """
     first, *rest = location or ("",)
     info = RunConfig.model_fields.get(str(first))

@@ -145,9 +145,9 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
 
 _NO_PENALTIES = {
     "gdpo": (
-        "kl.placement=reward has no effect with advantage.name=gdpo, which takes the rewards apart",
-        "reward.overlong has no effect with advantage.name=gdpo, which takes the rewards apart; expected null, and a "
-        "function of the length among reward.functions",
+        "kl.placement=reward has no effect with advantage.name=gdpo, which normalises each reward by itself",
+        "reward.overlong has no effect with advantage.name=gdpo, which normalises each reward by itself; expected "
+        "null, and a function of the length among reward.functions",
     ),
     "pass_at_k": (
         "kl.placement=reward has no effect with advantage.name=pass_at_k, which counts right rollouts (scores above 0)",

@@ -83,15 +83,15 @@ class ModelShape:
         return {what: num for kind in self.kinds for what, num in kind.shared_by_tp.items()}
 
     def shared_by_sp(self, tp: int) -> dict[str, int]:
-        """Return likewise what ranks of `sp` share of a rank of `tp`."""
+        """Return the parts of a rank of `tp` that ranks of `sp` share equally -> how many there are."""
         return {what: num for kind in self.kinds for what, num in kind.shared_by_sp(tp).items()}
 
     def shared_by_cp(self, tp: int) -> dict[str, int]:
-        """Return likewise what ranks of `cp` and `sp` share of it together."""
+        """Return the parts of a rank of `tp` that ranks of `cp` and `sp` together share equally -> how many."""
         return {what: num for kind in self.kinds for what, num in kind.shared_by_cp(tp).items()}
 
     def shared_by_ep(self, tp: int) -> dict[str, int]:
-        """Return likewise what ranks of `ep` share of a rank of `tp`."""
+        """Return the parts of a rank of `tp` that ranks of `ep` share equally -> how many there are."""
         return {what: num for kind in self.kinds for what, num in kind.shared_by_ep(tp).items()}
 
     def of_ep_rank(self, ep: int) -> ModelShape:

@@ -77,7 +77,7 @@ def options_of(info: FieldInfo) -> list[Any]:
 
 
 def words_of(info: FieldInfo) -> list[str]:
-    """Return the words that a key may be; empty where it is no choice of words."""
+    """Return the words that a key may be; empty if it is not a choice of words."""
     words = (word for choice in _alternatives(info) if get_origin(choice) is Literal for word in get_args(choice))
     return [str(word) for word in words] or declared_words(info)
 

@@ -6,7 +6,7 @@ begins and ends in it. Must not know: data sets, tokens.
     <user> 2 + 2 = ? <assistant> <call> add ... <end> <tool> 4 <end> <assistant> It is 4. <end>
                                  --------------------                            --------------
 
-A turn begins behind the cue that the template puts there when an answer is asked for, and ends before the next one
+A turn begins after the cue that the template puts there when an answer is asked for, and ends before the next one
 begins; a template with `{% generation %}` says itself which parts are the assistant's.
 """
 
@@ -289,14 +289,14 @@ class TurnFinder:
                 continue
             if index == 0:
                 raise ValueError(
-                    "it begins with the assistant, and a template writes the cue of a turn behind another one; put a "
+                    "it begins with the assistant, and a template writes the cue of a turn after another one; put a "
                     f"turn of the user or the system before it, or {_MARK_THEM}"
                 )
             before = self._text(row, messages[:index], cue=True)
             if not text.startswith(before):
                 raise ValueError(
-                    f"what is before message {index} is written in another way when an answer is asked for, so that it "
-                    f"cannot be found where the turn begins; {_MARK_THEM}"
+                    f"what is before message {index} is written differently when an answer is asked for, so the "
+                    f"beginning of the turn cannot be found; {_MARK_THEM}"
                 )
             starts.append(len(before))
         return TrainedTurns(

@@ -285,7 +285,7 @@ def _read_pair(row: Row, form: tuple[str, ...], wrong: list[tuple[str, str]]) ->
 
 def _check_answer(messages: Sequence[Message], name: str, wrong: list[tuple[str, str]]) -> None:
     if not wrong and (not messages or messages[-1].role != "assistant"):
-        role = repr(messages[-1].role) if messages else "nothing but what both begin with"
+        role = repr(messages[-1].role) if messages else "nothing after what both have in common"
         wrong.append((name, f"expected an answer that ends with a turn of the assistant, found {role}"))
 
 

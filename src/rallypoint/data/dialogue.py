@@ -4,7 +4,7 @@ Owns: which tokens stand between two answers. Must not know: engines, rows, what
 
 Invariant: what was sampled is never encoded again. Rendering a conversation anew would break that: templates drop
 reasoning, move tools, and write calls in a spelling of their own. So only what follows on an answer is taken from the
-template. It is rendered behind a stand-in answer with a mark:
+template. It is rendered after a stand-in answer with a mark:
 
     <user> 0 <assistant> mark7 <end> <user> and + 1 ? <end> <assistant>
                                ----------------------------------------  follows on any answer
@@ -60,7 +60,7 @@ class Dialogue:
     stop_tokens: tuple[int, ...]
     """Each of them ends an answer."""
     own_messages: tuple[ChatMessage, ...]
-    """Those behind the dialogue that it continues."""
+    """Those after the dialogue that it continues."""
     own_tokens: tuple[int, ...]
     """Ids of these, with the cue for the assistant at the end unless they end with an answer."""
     tools: tuple[ChatMessage, ...] = ()
@@ -113,7 +113,7 @@ class Dialogue:
         return self.num_calls_before + sum(len(calls_of(message)) for message in self.own_messages)
 
     def _chain(self) -> list[Dialogue]:
-        """Return it behind all those that it continues."""
+        """Return it after all those that it continues."""
         chain, one = list[Dialogue](), self
         while one is not None:
             chain.append(one)
@@ -210,7 +210,7 @@ class Dialogue:
             if end is not None:
                 return ids[end:]
             refusal = "it ends no answer with a special token"
-        raise ModelError(f"the chat template cannot continue behind an answer: {refusal}; {MEND_TEMPLATE}")
+        raise ModelError(f"the chat template cannot continue after an answer: {refusal}; {MEND_TEMPLATE}")
 
     def _histories(self, messages: Sequence[ChatMessage], borders: _Borders) -> Iterator[Sequence[ChatMessage]]:
         """Yield what may stand before a stand-in answer, the likeliest first."""
@@ -231,7 +231,7 @@ class _Borders:
     closing: frozenset[int]
     """Those that end messages, and do not begin others, as `<|user|>` of GLM does."""
     local: frozenset[str] = frozenset()
-    """Roles of messages behind an answer for which the template writes the same whatever was said before."""
+    """Roles of messages after an answer for which the template writes the same whatever was said before."""
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
@@ -252,7 +252,7 @@ class _Borders:
 
 
 def _local_roles(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the roles of `_Borders.local`: what follows on a stand-in answer is compared behind several histories."""
+    """Return the roles of `_Borders.local`: what follows on a stand-in answer is compared after several histories."""
     if _SWITCH.search(str(tokenizer.chat_template)):
         return frozenset()
     user, answer = _message("user", "0"), _message("assistant", "1")
@@ -322,7 +322,7 @@ def _check_texts(
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ModelError(f"{where} has half of a surrogate pair, which is no text; take it out") from None
+            raise ModelError(f"{where} has half of a surrogate pair, which is not text; take it out") from None
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:

@@ -231,7 +231,7 @@ def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
     try:
         row: object = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
         if b"\\ud" in line.lower():
-            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is not text
     except json.JSONDecodeError as error:
         begins = line.strip() in (b"[", b"{")
         hint = (
@@ -257,7 +257,7 @@ def _parse_line(line: bytes, where: str, problems: Problems) -> Row | None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -357,7 +357,7 @@ def _open_arrow(path: str, kind: str, label: str, problems: Problems) -> Table |
 
 
 def _open_stream(file: BinaryIO) -> Any:
-    """Return the batches of an Arrow stream, or of an Arrow file, which has them with an index behind."""
+    """Return the batches of an Arrow stream, or of an Arrow file, which ends with an index of them."""
     import pyarrow as pa
 
     try:

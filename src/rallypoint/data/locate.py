@@ -50,7 +50,7 @@ class DataSet:
     data_source: str | None = None
     """What the rows are called that do not say it themselves; None: the name of file, folder or repository."""
     drops_bad_rows: bool = False
-    """Whether conversations and pairs that cannot be used are left out, and are no error."""
+    """Whether conversations and pairs that cannot be used are left out instead of being refused."""
     generator: Generator = dataclasses.field(default_factory=Generator)
     """How its entries are made, where `path` names a generator."""
 
@@ -84,7 +84,7 @@ def is_local(path: str) -> bool:
     return not (is_url(path) or is_hub_name(path) or is_generator(path))
 
 
-_INSTEAD = {".json": " (write one JSON object a line)"} | dict.fromkeys(
+_INSTEAD = {".json": " (write one JSON object per line)"} | dict.fromkeys(
     (".gz", ".zst", ".bz2", ".xz", ".zip"), " (decompress it first)"
 )
 """What to do with files of other kinds."""

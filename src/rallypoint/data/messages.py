@@ -70,7 +70,7 @@ def calls_of(message: Mapping[str, object]) -> list[CallMessage]:
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 arguments = _shallow(json.loads(arguments), arguments)
-        elif is_deep(arguments):  # as text that is no JSON
+        elif is_deep(arguments):  # as text that is not JSON
             arguments = f"more than {MOST_DEEP} levels of brackets"
         calls.append(CallMessage(call.get("id"), function.get("name"), arguments))
     return calls

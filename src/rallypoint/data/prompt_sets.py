@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task."""
+    """A prompt as token ids, with the example that it was made of."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptSets:
-    """What is sampled, and what texts are made of."""
+    """The prompts of training and of validation, and the tokenizer that encoded them."""
 
     train: EncodedPrompts | StreamedPrompts
     validation: EncodedPrompts | None
@@ -41,7 +41,7 @@ class PromptSets:
     stop_tokens: tuple[int, ...]
 
     def of_validation(self, most: int | None) -> dict[int, Prompt] | None:
-        """Return the first prompts of the validation, by their places; None without a validation set."""
+        """Return at most `most` prompts of the validation set, by their position; None without a set."""
         if self.validation is None:
             return None
         pairs = zip(self.validation.token_ids[:most], self.validation.examples[:most], strict=True)
@@ -52,7 +52,7 @@ class TrainingPrompts:
     """The prompts of training, by their index in the run."""
 
     def __init__(self, config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> None:
-        """Order the prompts of one set, or of several with weights; streamed ones stay as they come.
+        """Order the prompts of one set, or of several with weights; streamed prompts are ordered already.
 
         Raises:
             DataError: a set with a weight has no prompts.
@@ -65,7 +65,7 @@ class TrainingPrompts:
         """Values of `data_source` among them."""
 
     def example_index(self, index: int) -> int:
-        """Return the number of the example that a prompt is."""
+        """Return the position in the training set of the prompt at an index of the run."""
         return self._order.example_index(index)
 
     def at(self, indices: Iterable[int]) -> dict[int, Prompt]:

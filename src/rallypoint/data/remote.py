@@ -47,7 +47,7 @@ def check_url(url: str) -> str | None:
         fsspec.get_filesystem_class(protocol)
     except ValueError:
         known = sorted(str(name) for name in fsspec.available_protocols())
-        return f"{url}: {protocol} is no file system that fsspec knows{suggestion(protocol, known)}"
+        return f"{url}: {protocol} is not a file system that fsspec knows{suggestion(protocol, known)}"
     except ImportError as error:
         return f"{url}: {error}"
     return None

@@ -5,8 +5,8 @@ Owns: which tokens those are. Must not know: models, tensors.
     <user> 2 + 2 = ? <assistant> 4 <eos> <user> and + 1 ? <assistant> 5 <eos>
                                  ------                               -------  trained
 
-A turn begins behind the cue that the template puts before it when an answer is asked for, and ends with the token that
-ends a response; what the template writes behind that, such as a line break, is context. A row is tokenized as sampling
+A turn begins after the cue that the template puts before it when an answer is asked for, and ends with the token that
+ends a response; what the template writes after that, such as a line break, is context. A row is tokenized as sampling
 sees it: the text up to a cue, then the answer, so that no token is of both (`Assistant: ` and `yes`, not ` yes`). A
 template with `{% generation %}` says itself what is the assistant's, from the token in which that begins. The row ends
 with its last trained token.
@@ -246,9 +246,9 @@ class _Writer:
             yield problem or (np.array(ids[:length], dtype=np.int32), trained[:length]), fits
 
     def _pieces(self, rows: Sequence[TrainedTurns]) -> Iterator[list[list[int]]]:
-        """Yield the ids of the text up to the first cue, and of that behind each cue up to the next, as sampling does.
+        """Yield the ids of the text up to the first cue, and of that after each cue up to the next, as sampling does.
 
-        A piece is tokenized behind the end of a response, for some tokenizers put a blank before the first word.
+        A piece is tokenized after the end of a response, for some tokenizers put a blank before the first word.
         """
         lead, texts = str(self._tokenizer.eos_token), list[str]()
         for row in rows:
@@ -261,13 +261,13 @@ class _Writer:
     def _places(
         self, row: TrainedTurns, whole: list[int], places: Sequence[tuple[int, int]], pieces: list[list[int]]
     ) -> tuple[list[int], list[tuple[int, int]], bool]:
-        """Return the ids of a row, the first and the last place + 1 of each turn, and whether sampling sees the same.
+        """Return the ids of a row, each turn as [start, stop) in them, and whether sampling would see the same ids.
 
         Args:
-            row: what is written.
-            whole: its ids, tokenized in one.
-            places: where in the text each of these is.
-            pieces: its ids, tokenized in pieces.
+            row: text of the row.
+            whole: ids of the text, tokenized as a whole.
+            places: [start, stop) of each of these in the text.
+            pieces: ids of the text, tokenized in pieces.
         """
         joined = [*itertools.chain.from_iterable(pieces)]
         if not self._is_marked and (joined == whole or self._decode(joined) == self._decode(whole)):
@@ -302,12 +302,12 @@ class _Writer:
         if last in self._stops and self._is_marked:
             return (
                 f"the template's {{% generation %}} leaves out {self._named(last)}, which ends a turn of the "
-                f"assistant: {never}; put {{% endgeneration %}} behind it"
+                f"assistant: {never}; put {{% endgeneration %}} after it"
             )
         if last in self._stops:
             return (
                 f"the chat template ends a turn of the assistant with {self._named(last)} only if nothing follows, and "
-                f"message {index} has another one behind it: {never}; give what is before the last answer as 'prompt', "
+                f"message {index} has another one after it: {never}; give what is before the last answer as 'prompt', "
                 "and that alone as 'completion'"
             )
         said = f"the chat template does not end a turn of the assistant with {self._named(*sorted(self._stops))}"
@@ -315,7 +315,7 @@ class _Writer:
             name = self._named(last)
             return f"{said}, but with {name}: {never}; set model.tokenizer.eos_token={name}"
         return (
-            f"{said}, but writes {turn[-40:]!r}: {never}; put eos_token behind the content of the assistant's messages "
+            f"{said}, but writes {turn[-40:]!r}: {never}; put eos_token after the content of the assistant's messages "
             "in a template of your own, and set model.tokenizer.chat_template=FILE"
         )
 

@@ -47,7 +47,7 @@ class TemplateProbe:
     end: int | None = None
     """Special token that follows what the assistant says; None if none does."""
     opened: str | None = None
-    """Tag that the cue opens and leaves open, such as <think>: no response has it, each begins behind it."""
+    """Tag that the cue opens and leaves open, such as <think>: no response has it, each begins after it."""
     uncued: str = ""
     """Text that it writes before each answer, and not where one is asked for: it has no generation prompt."""
 
@@ -130,7 +130,7 @@ def take_texts(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Refuse a template that is no function of the messages.
+    """Refuse a template that is not a function of the messages.
 
     Raises:
         ModelError: what a user says is lost in it, or it writes the same messages differently each time.
@@ -208,7 +208,7 @@ def _completed(template: str, where: str, arguments: Mapping[str, object]) -> st
         def shown(call: re.Match[str]) -> str:
             if call["format"] is None:
                 raise ModelError(
-                    f"{where}: the chat template asks for the time with a format that is no text in it, so that a "
+                    f"{where}: the chat template asks for the time with a format that is not a literal, so a "
                     f"resumed run would see other prompts; {MEND_TEMPLATE}"
                 )
             return _literal(moment.strftime(call["format"]))

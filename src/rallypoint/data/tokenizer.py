@@ -209,7 +209,7 @@ def _change(tokenizer: PreTrainedTokenizerBase, changes: TokenizerConfig, where:
         vocabulary = tokenizer.get_vocab()
         if end not in vocabulary:
             hint = suggestion(end, list(vocabulary)) or f"; special ones are {', '.join(tokenizer.all_special_tokens)}"
-            raise ModelError(f"model.tokenizer.eos_token={end!r} is no token of {where}{hint}")
+            raise ModelError(f"model.tokenizer.eos_token={end!r} is not a token of {where}{hint}")
         tokenizer.eos_token = end
     if changes.chat_template is None:
         return
@@ -217,7 +217,7 @@ def _change(tokenizer: PreTrainedTokenizerBase, changes: TokenizerConfig, where:
     try:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no text: {error}"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not text: {error}"
         raise ModelError(f"model.tokenizer.chat_template={file} cannot be read: {reason}") from error
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)

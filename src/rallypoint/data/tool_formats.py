@@ -1,6 +1,6 @@
 r"""Calls of tools in the text of an answer, in the spellings of model families.
 
-Owns: what each family writes. Must not know: tokenizers, what tools do. Nothing here raises: what is no call is
+Owns: what each family writes. Must not know: tokenizers, what tools do. Nothing here raises: what is not a call is
 malformed, and its text stays in the content.
 
 | format    | families               | a call                                                                       |
@@ -13,7 +13,7 @@ malformed, and its text stays in the content.
 |           | Devstral, Ministral    | `[TOOL_CALLS]f[ARGS]{"a": 1}`                                                |
 | `harmony` | gpt-oss                | `<\|channel\|>commentary to=functions.f<\|message\|>{"a": 1}`                |
 | `gemma`   | Gemma 4                | `<\|tool_call>call:f{a:1,b:<\|"\|>text<\|"\|>}<tool_call\|>`                  |
-| `deepseek`| DeepSeek V3, R1        | a line with the name behind `<｜tool▁sep｜>`, then JSON in a fence              |
+| `deepseek`| DeepSeek V3, R1        | a line with the name after `<｜tool▁sep｜>`, then JSON in a fence              |
 |           | DeepSeek V3.1          | `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`               |
 | `kimi`    | Kimi K2                | `<\|tool_call_begin\|>functions.f:0<\|tool_call_argument_begin\|>{"a": 1}`     |
 """
@@ -112,7 +112,7 @@ def tagged(text: str, types: Types) -> ParsedAnswer:
 
 
 def llama(text: str, _: Types) -> ParsedAnswer:
-    """Read an answer that is one or more objects of JSON, behind `<|python_tag|>` or not.
+    """Read an answer that is one or more objects of JSON, after `<|python_tag|>` or not.
 
     >>> llama('{"name": "add", "parameters": {"a": 1}}', {}).calls
     [('add', {'a': 1})]
@@ -230,7 +230,7 @@ def kimi(text: str, _: Types) -> ParsedAnswer:
 
 
 class _NoCallError(ValueError):
-    """A text is no call; every function that reads one raises it."""
+    """A text is not a call; every function that reads one raises it."""
 
 
 def _read_all(text: str, read: Callable[[], list[Call]]) -> ParsedAnswer:
@@ -362,7 +362,7 @@ def _values(text: str, separator: str) -> list[object]:
         values.append(value)
         place = _behind_blanks(text, place)
         if place < len(text) and not separator:
-            raise _NoCallError(f"expected nothing behind the JSON, found {text[place : place + 40]!r}")
+            raise _NoCallError(f"expected nothing after the JSON, found {text[place : place + 40]!r}")
         if separator and text.startswith(separator, place):
             place = _behind_blanks(text, place + len(separator))
     return values
@@ -374,7 +374,7 @@ def _behind_blanks(text: str, place: int) -> int:
 
 
 def _no_constant(name: str) -> object:
-    raise _NoCallError(f"{name} is no JSON")
+    raise _NoCallError(f"{name} is not JSON")
 
 
 def _listed(value: object) -> list[object]:

@@ -125,7 +125,7 @@ class TokenStream:
     def states(self) -> Tensor:
         """Run the backbone, and return the states of this rank's share of the tokens in question: [n, E].
 
-        n may be more than its share; what is behind is zero.
+        n may be more than its share; the rest is zero.
         """
         output = self._model.base_model(
             input_ids=sent(self._tokens, self._model.device).unsqueeze(0),
@@ -161,7 +161,7 @@ class TokenStream:
 
 
 def _experts_of(batch: Sequences) -> Tensor | None:
-    """Return the experts to choose for all `choosing_tokens`, each in the field of the token that it chose."""
+    """Return the experts to use for all `choosing_tokens`: a token's are recorded at the token after it."""
     if not isinstance(batch, PolicySequences) or batch.experts is None:
         return None
     is_chosen = torch.ones(batch.num_tokens, dtype=torch.bool)
@@ -186,7 +186,7 @@ def policy_outputs(
     Raises:
         ModelError: the head is not one matrix product, and would be computed wrongly.
     """
-    head, softcap = _product(shard), logit_softcap(shard.model.config)
+    head, softcap = _plain_head(shard), logit_softcap(shard.model.config)
     stream = TokenStream(shard, batch, positions)
     states, targets = stream.states(), stream.targets(top_k_tokens)
     if isinstance(head, VocabParallelLinear):
@@ -200,12 +200,12 @@ def policy_outputs(
 
 
 def likeliest_tokens(shard: ModelShard, batch: Sequences, positions: Tensor, temperature: float, num: int) -> Tensor:
-    """Return what else a policy might have said, without gradients: [N, 1 + 2 num] float32 at least.
+    """Return a policy's likeliest tokens at each position, without gradients: [N, 1 + 2 num] float32 at least.
 
     Of each token at a position: its logprob, the logprobs of the `num` likeliest tokens in its place, and their ids,
-    which float32 holds exactly up to 2**24. Of a smaller vocabulary -inf and 0 are behind them.
+    which float32 holds exactly up to 2**24. If the vocabulary has fewer, -inf and 0 fill the rest.
     """
-    head, softcap = _product(shard), logit_softcap(shard.model.config)
+    head, softcap = _plain_head(shard), logit_softcap(shard.model.config)
     stream = TokenStream(shard, batch, positions)
     states, targets = stream.states(), stream.targets()
     if isinstance(head, VocabParallelLinear):
@@ -217,7 +217,7 @@ def likeliest_tokens(shard: ModelShard, batch: Sequences, positions: Tensor, tem
     return stream.join(torch.cat([logprobs, ids.to(logprobs)], 1))
 
 
-def _product(shard: ModelShard) -> nn.Linear:
+def _plain_head(shard: ModelShard) -> nn.Linear:
     """Return the head; a subclass of Linear may do more than multiply by its weight."""
     head = lm_head(shard.model)
     if type(head) is not nn.Linear and not isinstance(head, VocabParallelLinear):
@@ -239,7 +239,7 @@ def critic_values(shard: ModelShard, batch: Sequences, positions: Tensor) -> Ten
 def scored_tokens(batch: Sequences, padding: int | None) -> Sequences:
     """Return some rows with the one token of each marked as trained that a reward model scores it at.
 
-    As in transformers, that is the last one that is not its padding: behind a response there may be one that ends it,
+    As in transformers, that is the last one that is not its padding: after a response there may be one that ends it,
     and it is padding to many models. A row of nothing else keeps its last token.
 
     >>> batch = Sequences(

@@ -23,7 +23,7 @@ from rallypoint.config.limits import OPTIMIZER_BYTES
 
 _MASTER = "master"
 _SUMMED_BYTES = OPTIMIZER_BYTES // 4
-"""What a backward pass has on the device of an offloaded gradient that it adds to."""
+"""Bytes of an offloaded gradient that are on the device at once, while a backward pass adds to it."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -82,7 +82,7 @@ class AdamW(torch.optim.AdamW):
             groups: as torch has them, of the model's weights.
             are_masters: whether these are the masters already, of a model that computes in half precision.
             offload: what lies in CPU memory between steps: masters and moments; or gradients, too, also between passes.
-            agree: makes sizes the largest that a rank of `tp` has, for equal parts of gradients on all of them.
+            agree: sets sizes to the largest of any rank of `tp`, so that all cut their gradients into the same parts.
             **options: torch's own.
         """
         groups = list(groups)
@@ -118,7 +118,7 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds on the device in addition to the model's weights: master weights, and their moments."""
+        """What it holds on the device in addition to the model's weights: masters and moments."""
         if self._offloads:
             return []
         moments = [value for state in self.state.values() for value in state.values() if value.dim()]
@@ -134,7 +134,7 @@ class AdamW(torch.optim.AdamW):
         return self._away.get(master, master.detach())
 
     def has_master(self, weight: Tensor) -> bool:
-        """Return whether the model computes with less than what is stepped."""
+        """Return whether what is stepped is a float32 master of this weight."""
         return self._are_masters or weight in self._masters
 
     def step(self, closure: None = None) -> None:
@@ -232,7 +232,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _put_away(self, masters: Sequence[Tensor]) -> None:
-        """Free the device of the state of some masters; their numbers are in CPU memory when this returns."""
+        """Move the state of some masters to CPU memory, and wait until it is there."""
         copied = {id(master) for master in self._masters.values()}
         for master in masters:
             if id(master) in copied:

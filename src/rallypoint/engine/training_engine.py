@@ -65,7 +65,7 @@ class TrainingEngine(Generic[BatchT]):
             tick: called after every micro-batch, as a sign of progress.
         """
         self.shard, self.model, self._mesh, self._sharding = shard, shard.model, shard.mesh, shard.sharding
-        if optimizer is None and not shard.has_adapters:  # it tells adapters from frozen weights
+        if optimizer is None and not shard.has_adapters:  # requires_grad tells adapters from frozen weights
             self.model.requires_grad_(False)
         self._checkpoints = Checkpoints(self.model, "keep" if optimizer is None else activations)
         make = functools.partial(make_optimizer, self.weights, eps=eps, are_masters=self._sharding.half is not None)
@@ -85,7 +85,7 @@ class TrainingEngine(Generic[BatchT]):
         self._sleeping_weights.sleep(self.weights.values())
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-            self.model.zero_grad()  # of parts, whose weights have the same memory under another name
+            self.model.zero_grad()  # sharded weights have gradients of their own
             self._sleeping_state.sleep(self.optimizer.tensors)
 
     def wake(self, *, to_train: bool = True) -> None:
@@ -98,7 +98,7 @@ class TrainingEngine(Generic[BatchT]):
     def evaluate(
         self, batch: Sequences, outputs: Callable[[Sequences, Tensor], Tensor], columns: int | None = None
     ) -> PerToken:
-        """Compute one number for every trained token, without gradients, or several.
+        """Compute one number, or several, for every trained token, without gradients.
 
         Args:
             batch: any rows.
@@ -273,7 +273,7 @@ class TrainingEngine(Generic[BatchT]):
 
 
 def _divided(total: Tensor, denominator: Denominator) -> Tensor:
-    """Return the loss; every stream of it is a mean of its own."""
+    """Return the loss: the sum of its streams, each divided by its own denominator."""
     if isinstance(denominator, tuple):
         return (total / torch.tensor(denominator, dtype=total.dtype, device=total.device)).sum()
     return total / denominator

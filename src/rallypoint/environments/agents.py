@@ -101,7 +101,7 @@ def check_agent_spec(spec: str) -> str | None:
 
 
 def find_misfit(function: object) -> str | None:
-    """Say why a function is no agent.
+    """Say why a function is not an agent.
 
     >>> def run(base_url, api_key, example): ...
     >>> def other(client): ...

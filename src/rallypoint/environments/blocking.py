@@ -261,7 +261,7 @@ def is_plain(function: object) -> bool:
 
 
 def find_misfit(function: object) -> str | None:
-    """Say why a function is no plain episode."""
+    """Say why a function is not a plain episode."""
     if not callable(function):
         return f"{_EXPECTED}, found {type(function).__name__}"
     signature = own_signature(function)

@@ -62,7 +62,7 @@ class Chat:
                 front, shows that they are.
 
         Raises:
-            EpisodeError: these are no messages, or they do not fit the template.
+            EpisodeError: these are not messages, or they do not fit the template.
         """
         given = [self._legible(_checked(index, one)) for index, one in enumerate(_listed(messages))]
         last = self._dialogues[0] if self._dialogues else None

@@ -49,7 +49,7 @@ class Client(Protocol):
         Raises:
             RowFullError: the row has no room for it. An episode that catches this may return what it has so far.
             GenerationError: the engine failed on this request; likewise.
-            EpisodeError: these are no token ids, or the whole conversation again, or another turn is being sampled.
+            EpisodeError: these are not token ids, or the whole conversation again, or another turn is being sampled.
         """
         ...
 
@@ -74,7 +74,7 @@ class Client(Protocol):
 
         Raises:
             RowFullError, GenerationError: as for `sample`.
-            EpisodeError: these are no token ids.
+            EpisodeError: these are not token ids.
         """
         ...
 
@@ -108,6 +108,6 @@ class Client(Protocol):
 
         Raises:
             RowFullError, GenerationError: as for `sample`.
-            EpisodeError: these are no messages, or the template has no place for them.
+            EpisodeError: these are not messages, or the template has no place for them.
         """
         ...

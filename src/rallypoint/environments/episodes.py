@@ -64,7 +64,7 @@ def load_episode(spec: str) -> Episode:
     """Return the episode that `spec` names: one that Python gave, or "path/to/file.py:function", which is imported.
 
     Raises:
-        UserCodeError: the file raises, has no such function, or the function is no episode.
+        UserCodeError: the file raises, has no such function, or the function is not an episode.
     """
     function: Any = GIVEN[spec].function if spec in GIVEN else UserFunction.read(spec, {}).load()
     if (problem := find_misfit(function)) is not None:
@@ -77,7 +77,7 @@ def load_episode(spec: str) -> Episode:
 
 
 def find_misfit(function: object) -> str | None:
-    """Say why a function is no episode.
+    """Say why a function is not an episode.
 
     >>> async def episode(prompt, client): ...
     >>> def plain(prompt, client): ...

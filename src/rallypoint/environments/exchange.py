@@ -39,7 +39,7 @@ def ask(request: urllib.request.Request, timeout_s: float, most_mib: int = MOST_
     Raises:
         UnusableAnswerError: it is a redirect, or larger.
         HTTPError: the service refused.
-        OSError, HTTPException, ValueError: it was not reached, or its answer is no JSON.
+        OSError, HTTPException, ValueError: it was not reached, or its answer is not JSON.
     """
     try:
         with _OPENER.open(request, timeout=timeout_s) as answer:

@@ -28,7 +28,7 @@ RolloutFailureKind: TypeAlias = Literal[
 ]
 """`timeout`: the episode took longer than it may. `raised`: it raised an exception. `environment`: what it talks to
 failed: it raised EnvironmentFailedError or an OSError. `overlong`: its row had no room for a turn, and it did not catch
-the RowFullError. `malformed`: it broke a rule of its client, or returned what is no result. `engine`: the engine failed
+the RowFullError. `malformed`: it broke a rule of its client, or returned no result. `engine`: the engine failed
 on a turn. `nonfinite`: the logits of a token were NaN or infinite."""
 ROLLOUT_FAILURE_KINDS: tuple[RolloutFailureKind, ...] = get_args(RolloutFailureKind)
 
@@ -88,7 +88,7 @@ class RewardFailure:
     reason: str
     """One line."""
     traceback: str
-    """The reward function's own frames; empty when it returned something that is no score."""
+    """The reward function's own frames; empty when it returned something that is not a score."""
 
     def __str__(self) -> str:
         return f"{self.name}, sample {self.sample_index}: {self.reason}"

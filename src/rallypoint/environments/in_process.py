@@ -99,7 +99,7 @@ class RolloutTask(WorkerTask[RolloutCallT, Returned | EpisodeFailed], Generic[Ro
         try:
             return [json.loads(json.dumps(returned, default=_plain))]
         except (TypeError, ValueError, RecursionError):
-            reason = f"{self.WHOSE} returned {type(value).__name__} that is no JSON"
+            reason = f"{self.WHOSE} returned {type(value).__name__} that is not JSON"
             return [dataclasses.asdict(EpisodeFailed("malformed", reason))]
 
     def read(self, answer: Mapping[str, Any]) -> Returned | EpisodeFailed:
@@ -134,5 +134,5 @@ def _plain(value: object) -> object:
     """Return what JSON can hold in place of a number or vector of another library."""
     plain = unwrapped(value)
     if plain is value:
-        raise TypeError(f"{type(value).__name__} is no JSON")
+        raise TypeError(f"{type(value).__name__} is not JSON")
     return cast("object", plain)

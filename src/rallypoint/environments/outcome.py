@@ -31,7 +31,7 @@ from rallypoint.user_code import format_user_traceback
 
 FailureKind = Literal["timeout", "crashed", "raised", "nonfinite", "malformed", "not_applicable"]
 """`timeout`: no result before its deadline. `crashed`: the process ended during the call. `raised`: an exception of any
-kind. `nonfinite`: a score is NaN or infinite. `malformed`: what came back is no score, or not one for each token.
+kind. `nonfinite`: a score is NaN or infinite. `malformed`: what came back is not a score, or not one for each token.
 `not_applicable`: the function returned None, which is a failure of the response only if no other reward applies."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
@@ -52,7 +52,7 @@ class TurnSaid(TypedDict):
     """One turn of a rollout, as a function gets it."""
 
     prompt: str
-    """Text of what was said before: the prompt, or what the episode put behind the response before."""
+    """Text before this response: the prompt, or what the episode added after the response before it."""
     prompt_ids: list[int]
     response: str
     response_ids: list[int]
@@ -138,7 +138,7 @@ class Failure:
     reason: str
     """One line."""
     traceback: str = ""
-    """The function's own frames; empty when it returned something that is no score."""
+    """The function's own frames; empty when it returned something that is not a score."""
 
 
 Outcome = Scores | Failure
@@ -294,7 +294,7 @@ def unwrapped(value: object) -> object:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number of any kind as a float; None for what is no number."""
+    """Return a number of any kind as a float; None for what is not a number."""
     value = unwrapped(value)
     if not isinstance(value, Real | Decimal):
         return None

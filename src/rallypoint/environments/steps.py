@@ -65,7 +65,7 @@ class _Step:
 
 
 def find_misfit_of_class(kind: type) -> str | None:
-    """Say why a class is no episode.
+    """Say why a class is not an episode.
 
     >>> class Game:
     ...     def reset(self, example): ...

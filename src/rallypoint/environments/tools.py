@@ -178,7 +178,7 @@ class ToolUse:
         Args:
             functions: see `Tools`.
             max_turns: answers at most; None: as many as the row has room for.
-            system: message of the system before each prompt; a prompt's own comes behind it.
+            system: message of the system before each prompt; a prompt's own comes after it.
 
         Raises:
             UserCodeError: one cannot be described.

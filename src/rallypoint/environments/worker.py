@@ -315,7 +315,7 @@ def _end_with(driver: int) -> None:
 
 
 class _Forks:
-    """What the user's function forks must not answer in its place, nor outlive this process."""
+    """Ensures that a fork of the user's function neither answers in its place nor outlives this process."""
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel

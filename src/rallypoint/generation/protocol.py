@@ -5,8 +5,9 @@ Owns: the words that an engine and its callers share. Must not know: models, cac
 Consumes: requests, at any time and from any thread. Produces: outputs, in the order of the tokens of each request.
 Waits for: nothing; `step` does what can be done now and returns. Unblocked by: `submit`, and `load` after a `sleep`.
 
-Invariant: the tokens of a request follow from (weights, its tokens, its params, prompt and sample index) and from
-nothing else: not from the other requests of the batch, their order, a preemption, or the engine.
+Invariant: the tokens of a request follow from (logits, its params, prompt and sample index) and from nothing else: not
+from the other requests of the batch, their order, a preemption, or the engine. Logits follow from the weights and the
+tokens so far, up to rounding, which may depend on the batch (see `native/engine.py`).
 
 A request whose response is 7 8 <eos>, in two outputs:
 
@@ -152,9 +153,9 @@ class Output:
     length, top-k, top-p and min-p; 0 if greedy."""
     version: int
     experts: bytes = b""
-    """Experts that chose each token, end to end, see `PolicySequences.experts`; empty if they are not recorded."""
+    """Experts of the pass that sampled each token, end to end, see `PolicySequences.experts`; empty if not recorded."""
     prompt_experts: bytes = b""
-    """Those of the prompt, in the last output."""
+    """Experts of the pass that predicted each token of the prompt, in the last output."""
     finish_reason: FinishReason | None = None
     """None: more will come."""
     error: RallyError | None = None
@@ -201,7 +202,7 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken or left out when the loaded weights were made."""
+        """Version of the loaded weights, see `Learner.version`."""
         ...
 
     @property

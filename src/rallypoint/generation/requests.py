@@ -75,7 +75,7 @@ def check_request(request: Request, num_ids: int, max_tokens: int, has_decoder: 
 
 
 def _first_unknown(tokens: Sequence[int], num_ids: int) -> int | None:
-    """Return the index of the first token that is no id of the model; None if all are."""
+    """Return the index of the first token that is not an id of the model; None if all are."""
     # Without a loop in Python: prompts are long, and mostly valid.
     if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < num_ids):
         return None

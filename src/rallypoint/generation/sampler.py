@@ -199,7 +199,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     end = cumulative[:, -1:]
     below_end = torch.nextafter(end, torch.zeros_like(end))
     found = torch.searchsorted(cumulative, torch.minimum(target.clamp(min=0.0), below_end), right=True)
-    # In a row of NaN it is behind the last index.
+    # In a row of NaN it is after the last index.
     return found.clamp_(max=cumulative.shape[1] - 1)
 
 

@@ -65,7 +65,7 @@ class Environment:
             EngineError: there is no engine of that name that could be installed.
         """
         if name not in BUILDS:
-            raise EngineError(f"{name!r} is no engine that is installed; expected {' or '.join(BUILDS)}")
+            raise EngineError(f"{name!r} is not an engine that can be installed; expected {' or '.join(BUILDS)}")
         return cls(name, engines_folder() / name)
 
     def found(self) -> Installed | None:

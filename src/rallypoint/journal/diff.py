@@ -2,7 +2,7 @@
 
 Of a step, the parts of its batch come first, in the order in which they come to be (prompts, tokens, logprobs, scores,
 advantages); then what the update says of itself (gradient norm, loss); then the weights that it published, and those
-that were loaded; then the validation after it, and the weights of its checkpoint. Times and memory are no part of a
+that were loaded; then the validation after it, and the weights of its checkpoint. Times and memory are not part of a
 comparison.
 """
 
@@ -71,7 +71,7 @@ def _changed(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Chang
 def first_difference(a: RunState, b: RunState) -> Difference | None:
     """Return the first difference in the steps that both runs have done; None if there is none.
 
-    A step that only one of them has reached is no difference: a run may just be shorter.
+    A step that only one of them has reached is not a difference: a run may just be shorter.
     """
     return next(_differences(a, b), None)
 

@@ -39,7 +39,7 @@ from rallypoint.run.mirror import sent_at_end
 
 if TYPE_CHECKING:
     from rallypoint.display import Progress
-    from rallypoint.prepare.material import Found
+    from rallypoint.prepare.material import Inputs
 
 _WRONG_MATERIAL = (ConfigError, DataError, ModelError, PlacementError, RewardError)
 """What keeps a run from beginning and is not mended by trying again: its folder would only repeat it."""
@@ -132,7 +132,7 @@ def _launch(
     return folder, finished
 
 
-def _examine(loaded: LoadedConfig, console: Console) -> Found:
+def _examine(loaded: LoadedConfig, console: Console) -> Inputs:
     """Look at everything that the run begins with, before a new one has a folder."""
     # A screen has its own line; anywhere else the first one is printed now, for the next comes after some seconds.
     if not can_redraw(console):
@@ -150,7 +150,7 @@ def _run(
     loaded: LoadedConfig,
     folder: RunFolder,
     console: Console,
-    found: Found,
+    found: Inputs,
     progress: Progress | None,
     observer: Observer | None,
     *,

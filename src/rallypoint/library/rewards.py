@@ -19,7 +19,7 @@ def specs_of(reward: Rewards, stack: contextlib.ExitStack) -> str | dict[str, st
     """Return the name that a config has for a reward, or those of several; functions have theirs until the stack ends.
 
     Raises:
-        ConfigError: something is no reward, or two have the same name.
+        ConfigError: something is not a reward, or two have the same name.
     """
 
     def spec(one: object) -> str:

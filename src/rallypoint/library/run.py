@@ -203,7 +203,7 @@ def load_run(folder: str | Path) -> Run:
     """Return the run of a folder or a URL, or of that name in `runs`; of a URL a copy, without checkpoints.
 
     Raises:
-        RunFolderError: it is no folder of a run.
+        RunFolderError: it is not the folder of a run.
     """
     path = borrow(str(folder)) if is_url(str(folder)) else Path(folder).expanduser().absolute()
     if not path.is_dir() and (named := named_run(str(folder), Path(TrainerConfig().runs_dir))) is not None:
@@ -211,7 +211,7 @@ def load_run(folder: str | Path) -> Run:
     if not path.is_dir():
         raise RunFolderError(f"{folder}: no such folder (looked in {Path.cwd()}); expected the folder of a run")
     if not (path / "config.yaml").is_file():
-        raise RunFolderError(f"{folder} is no folder of a run: config.yaml is missing in it")
+        raise RunFolderError(f"{folder} is not the folder of a run: config.yaml is missing in it")
     return Run(path)
 
 

@@ -40,7 +40,7 @@ def generate(
 
     Raises:
         ModelError: the model cannot be loaded, or a prompt is too long for it.
-        DataError: a prompt is no text and no list of messages.
+        DataError: a prompt is neither text nor a list of messages.
     """
     several = [prompts] if isinstance(prompts, str) else list(prompts)
     if not several:

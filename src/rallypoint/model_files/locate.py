@@ -144,7 +144,7 @@ def find_weights(path: str) -> WeightFiles:
     if not (folder / INDEX).is_file():
         for name in (SINGLE, INDEX):
             if (folder / name).exists() or (folder / name).is_symlink():
-                what = "a folder" if (folder / name).is_dir() else "a pipe, a device or a link to nothing"
+                what = "a folder" if (folder / name).is_dir() else "a pipe, a device or a broken link"
                 raise ModelError(f"{folder / name}: expected a file, found {what}; put the file there, or a link to it")
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         what = f"found {', '.join(pickled[:3])}, but pickled weights are not loaded; " if pickled else ""

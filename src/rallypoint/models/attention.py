@@ -106,7 +106,7 @@ class PackedRows:
     Where one call computes all of them it does (see `varlen`). Elsewhere, and in float32, rows are computed in
     classes of similar length (the same power of two), padded to the longest of their class inside this file and
     `slots` only. Tokens that rows share are in the stream once: every row reads their keys and values, and their output
-    is that of the first row. Filler tokens behind the last row see nothing. Queries may be fewer than keys: then they
+    is that of the first row. Filler tokens after the last row see nothing. Queries may be fewer than keys: then they
     are the last tokens of each row (`SharedPrefixes.asked`).
     """
 
@@ -124,7 +124,7 @@ class PackedRows:
             offsets: [B+1] of the rows.
             device: of the stream.
             shared: the tokens of the rows that are in the stream; None for all.
-            num_filler: number of tokens behind the last row.
+            num_filler: number of tokens after the last row.
         """
         self._layout = offsets, device, shared
         self._num_filler = num_filler

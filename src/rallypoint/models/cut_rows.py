@@ -9,8 +9,8 @@ stay where they are, and keys and values of the tokens that they see come to the
     cp: all-to-all          keys   0 1 2 | 0 1 2 3 4 5  every rank has the keys that its queries see, with all heads
     sp: exchange back       tokens 0 1 2 | 3 4 5
 
-The later a token is in its row, the more keys it sees. So a block is no range: each long row is cut into twice as many
-chunks as there are blocks, of which each has an early and a late one, and so are the other rows, laid end to end.
+The later a token is in its row, the more keys it sees. So a block is not one range: each long row is cut into twice as
+many chunks as there are blocks, of which each has an early and a late one, and so are the other rows, laid end to end.
 Linear attention scans whole rows, of some heads on each rank of both axes.
 """
 
@@ -77,7 +77,7 @@ class Dealt(NamedTuple):
     shared: SharedPrefixes
     """Tokens of the rows that are in the stream, in that order."""
     blocks: tuple[int, ...]
-    """Tokens of each rank of `cp`; filler behind the last one's."""
+    """Tokens of each rank of `cp`; filler after the last one's."""
 
     @classmethod
     def of(cls, offsets: Tensor, shared: SharedPrefixes, num_tokens: int, mesh: DeviceMesh) -> Dealt:
@@ -201,7 +201,7 @@ class _Seen(NamedTuple):
     num_taken: list[int]
     """Tokens whose keys come from each rank."""
     rows: PackedRows
-    """The queries of this block, in rows of what they see."""
+    """The rows of this block: its queries, with the keys that they see."""
 
 
 class _Block:
@@ -209,7 +209,7 @@ class _Block:
 
     def __init__(self, offsets: Tensor, device: torch.device, dealt: Dealt, cp: Collective) -> None:
         self._offsets, self._device, self._shared, self._cp = offsets, device, dealt.shared, cp
-        # Filler is behind the last token.
+        # Filler is after the last token.
         ends = torch.tensor([0, *itertools.accumulate(dealt.blocks)]).clamp(max=len(dealt.shared.kept))
         self._borders = ends.tolist()
         self._num_tokens = self._borders[cp.rank + 1] - self._borders[cp.rank]

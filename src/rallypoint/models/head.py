@@ -156,7 +156,7 @@ def likeliest(
 
     Returns:
         [N] z of the targets; [N, num] z of the likeliest tokens, the largest first, and their ids (of a smaller
-        vocabulary -inf and 0 behind them); [N] logsumexp(z).
+        vocabulary -inf and 0 after them); [N] logsumexp(z).
 
     >>> weight = torch.tensor([0.5, 0.1, 0.4]).log().unsqueeze(1)
     >>> own, most, ids, total = likeliest(torch.ones(1, 1), weight, None, torch.tensor([1]), 1.0, num=2)

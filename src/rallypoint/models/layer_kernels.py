@@ -69,7 +69,7 @@ class LayerKernels:
         """Return heads of queries and keys, normed and rotated to their places.
 
         Args:
-            heads: [B, at least H + K, D], contiguous; what stands behind the H + K is left out.
+            heads: [B, at least H + K, D], contiguous; what stands after the H + K is left out.
             cos: [B, H + K, D / 2] as seen by each head, without memory for each.
             sin: the same.
             num_queries: H.

@@ -197,7 +197,7 @@ def _check_not_tied(model: PreTrainedModel, whole: Sequence[str]) -> None:
     if parted := [name for name in whole if id(model.get_submodule(name)) in both]:
         raise ModelError(
             f"the adapter holds {' and '.join(parted)} whole (modules_to_save), but embedding and head of this "
-            f"{type(model).__name__} are one matrix (tie_word_embeddings), which PEFT parts then; {MERGE_WITH_PEFT}"
+            f"{type(model).__name__} are one matrix (tie_word_embeddings), which PEFT would make two; {MERGE_WITH_PEFT}"
         )
 
 
@@ -231,12 +231,12 @@ def adapted_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def adapted_experts(model: nn.Module) -> dict[str, LoRAExperts]:
-    """Return the updates of experts of a model by name."""
+    """Return the adapted experts of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRAExperts)}
 
 
 def adapt_alike(other: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Give a model the adapters of another one, if it has any, without their values, to count its operations.
+    """Give a model the same adapters as another one has, if any, but without values: for counting operations.
 
     Args:
         other: model with adapters, whole or cut.
@@ -281,7 +281,7 @@ def short_names(model: PreTrainedModel) -> list[str]:
 
 
 def short_parameters(model: PreTrainedModel) -> list[str]:
-    """Return likewise the shortest targets that match exactly the adapted matrices of experts."""
+    """Return the shortest targets that match exactly the adapted matrices of experts; see `short_names`."""
     chosen = {updated_weight(name) for name in adapted_experts(model)}
     family = MIXTURES.get(str(model.config.model_type))
     endings = sorted({f"{family.experts}.{name.rpartition('.')[2]}" for name in chosen}) if family else []

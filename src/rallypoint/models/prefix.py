@@ -32,7 +32,7 @@ class SharedPrefixes:
     place: Tensor
     """[T] int64: index in the stream of the token computed in place of each."""
     asked: Tensor | None = None
-    """[T] int64: likewise among `kept`, which ask; None where these are the stream, whose keys they see."""
+    """[T] int64: index among `kept`, whose tokens are the queries; None if these are the stream, which has the keys."""
 
     @classmethod
     def of(cls, offsets: Tensor, tokens: Tensor, groups: Tensor, experts: Tensor | None = None) -> SharedPrefixes:
@@ -84,7 +84,7 @@ class SharedPrefixes:
 
 
 def pick(states: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Gather rows of a tensor, with zeros behind them: [S, E] and [N] -> [num_rows, E].
+    """Gather rows of a tensor, with zeros after them: [S, E] and [N] -> [num_rows, E].
 
     The gradient of a row is the sum over its copies in a fixed order. That of `index_select` is summed by atomics on
     accelerators, with other bits every time.

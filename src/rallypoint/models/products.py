@@ -54,7 +54,7 @@ class QueryBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """N sequences of L tokens, and the blocks of their queries, which may begin behind the first token."""
+    """N sequences of L tokens, and the blocks of their queries, which may begin after the first token."""
 
     size: int
     """N."""

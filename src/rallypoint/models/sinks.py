@@ -20,7 +20,7 @@ from torch import Tensor
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the shares of keys, [..., keys], next to a sink, [..., 1]; their softmax without one.
 
-    Like a softmax, it has the same bits for the same scores, however many keys nobody sees (-inf) are behind them.
+    Like a softmax, it has the same bits for the same scores, however many keys nobody sees (-inf) are after them.
 
     >>> softmax_with_sinks(torch.zeros(1, 2), torch.tensor([[2.0]]).log())
     tensor([[0.2500, 0.2500]])

@@ -9,7 +9,7 @@ that each block is contiguous over all rows. One gather does all of it:
 
 Invariants: padding repeats the last token of its row, so that non-finite numbers stay in their own row, and has no
 gradient. A token that several rows share has a slot in each of them: its output is that of the first, and the gradient
-of its key and value is the sum over all, in a fixed order. Filler behind the last row has no slot: its output and
+of its key and value is the sum over all, in a fixed order. Filler after the last row has no slot: its output and
 gradient are zero. Where only the last tokens of rows ask, the slots that no row of a rectangle asks at have no query.
 """
 
@@ -88,7 +88,7 @@ class Slots:
             offsets: [B+1] of the rows.
             classes: the rows of each rectangle; every row with tokens is in one.
             shared: the tokens of the rows that are in the stream; None for all.
-            num_filler: number of tokens behind the last row.
+            num_filler: number of tokens after the last row.
         """
         lengths, before = offsets[1:] - offsets[:-1], torch.zeros(len(offsets) - 1, dtype=torch.int64)
         if shared is not None and shared.asked is not None:
@@ -103,7 +103,7 @@ class Slots:
             for rows, shape in zip(classes, self.rectangles, strict=True)
         ]
         token_of_slot = torch.cat([part.flatten() for part in tokens] or [torch.zeros(0, dtype=torch.int64)])
-        # The first slot of a token is its own; those behind it are padding.
+        # The first slot of a token is its own; those after it are padding.
         own = torch.ones_like(token_of_slot, dtype=torch.bool)
         own[1:] = token_of_slot[1:] != token_of_slot[:-1]
         slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]

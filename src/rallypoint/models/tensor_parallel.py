@@ -222,7 +222,7 @@ def _look_up_own_tokens(embedding: nn.Embedding, tokens: range, tp: Collective) 
 
 
 def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
-    """Renumber experts: this rank's own from 0, and all others behind them."""
+    """Renumber experts: this rank's own from 0, and all others after them."""
 
     def enter(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         states, chosen, shares = args
@@ -237,7 +237,7 @@ def _share_experts(experts: nn.Module, own: range, tp: Collective) -> None:
 
 
 def renumbered(chosen: Tensor, own: range) -> Tensor:
-    """Return experts numbered from the first own one; all others are behind the last.
+    """Return experts numbered from the first own one; all others are after the last.
 
     >>> renumbered(torch.tensor([0, 4, 5, 7]), range(4, 6)).tolist()
     [2, 0, 1, 2]

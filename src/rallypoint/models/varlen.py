@@ -199,7 +199,7 @@ class PackedKeys:
     def attend(
         self, kernel: Varlen, query: Tensor, key: Tensor, value: Tensor, scaling: float, limits: Limits
     ) -> Tensor:
-        """Return the attention output of a stream, [T, H, D]; that of filler behind the last row is zero."""
+        """Return the attention output of a stream, [T, H, D]; that of filler after the last row is zero."""
         num, num_filler = self.num_tokens, len(query) - self.num_tokens
         if num_filler:
             query, key, value = query[:num], key[:num], value[:num]

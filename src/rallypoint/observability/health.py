@@ -43,7 +43,7 @@ class Health:
 
     @property
     def limit(self) -> str:
-        """Beyond what the scalar is watched, as ` above 0.5`; empty if it is no number."""
+        """Beyond what the scalar is watched, as ` above 0.5`; empty if it is not a number."""
         rule = self._rule
         if rule is None or not math.isfinite(self.value):
             return ""

@@ -76,7 +76,7 @@ class RewardTrend:
 
     @property
     def _error(self) -> float:
-        """Standard error of the difference of two windows; from neighbours, so that a trend is no noise."""
+        """Standard error of the difference of two windows; from neighbours, so that a trend does not count as noise."""
         steps = [second - first for first, second in zip(self._first, self._first[1:], strict=False)]
         return math.sqrt(finite_mean([step * step / 2 for step in steps]) * 2 / WINDOW)
 
@@ -96,7 +96,7 @@ def jump(values: Sequence[float]) -> int:
     4
     """
     sums = list(itertools.accumulate(values))
-    places = range(3, len(values) - 2)  # three on either side: one outlier is no jump
+    places = range(3, len(values) - 2)  # three on either side: one outlier is not a jump
     return max(places, key=lambda at: sums[at - 1] ** 2 / at + (sums[-1] - sums[at - 1]) ** 2 / (len(values) - at))
 
 

@@ -167,7 +167,7 @@ def health_in_words(run: Snapshot) -> JSON:
     for step, findings in run.findings.items():
         for one in findings:
             if one.name:
-                # What is no number is not beyond a threshold: it has words and advice of its own.
+                # What is not a number is not beyond a threshold: it has words and advice of its own.
                 found.setdefault(one.words, {"name": one.name, "words": one.words, "advice": one.advice})
                 levels.setdefault(one.words, []).append((step, one.level))
     return {"rules": [rule | {"key": key, "levels": _in_a_row(levels[key])} for key, rule in found.items()]}

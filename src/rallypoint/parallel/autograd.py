@@ -35,7 +35,7 @@ def replicate(tensor: Tensor, group: Collective) -> Tensor:
 def reduce(tensor: Tensor, group: Collective) -> Tensor:
     """Sum what the ranks computed in parts; backward passes the gradient to every part.
 
-    Behind a matrix that is cut by its inputs (Megatron's g).
+    Follows a matrix that is cut by its inputs (Megatron's g).
     """
     return tensor if group.size == 1 else _Reduce.apply(tensor, group)
 

@@ -129,7 +129,7 @@ def held(tensor: Tensor) -> Tensor:
 
 
 def shard_rows(num_rows: int, index: int, count: int) -> tuple[int, int]:
-    """Return the first row and the one behind the last of a weight that FSDP2 gives to one rank.
+    """Return the first row and the one after the last of a weight that FSDP2 gives to one rank.
 
     >>> [shard_rows(5, index, count=4) for index in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

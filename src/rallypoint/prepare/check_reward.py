@@ -136,7 +136,7 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
         right = ask("right", [(one, written(one, form, opened)) for one in examples])
         others = [ask(name, answers) for name, answers in wrong_answers(some, form, opened).items()]
         with_tag = [] if opened is None else [(one, opened + written(one, form, opened)) for one in some]
-        whole = ask(f"right behind {opened}", with_tag) if with_tag else None
+        whole = ask(f"right after {opened}", with_tag) if with_tag else None
     finally:
         grader.close()
     report = judged(config, examples, form, (right, *others))
@@ -147,9 +147,9 @@ def check_reward(config: RunConfig, *, max_rows: int, say: Callable[[str], None]
 def _unseen(opened: str, right: Kind, whole: Kind) -> Iterator[str]:
     if whole.mean > right.mean + 1e-9:
         yield (
-            f"the chat template's cue opens {opened}, so that no response has it, and right answers score "
-            f"{right.mean:g} without it, {whole.mean:g} with it: let the reward want what follows it, such as the "
-            f"pattern '({opened})?.*{opened.replace('<', '</')}.*', or name a template whose cue does not open it"
+            f"the chat template opens {opened} before the response, which therefore lacks it, and right answers score "
+            f"{right.mean:g} without it, {whole.mean:g} with it: have the reward expect only what follows, such as the "
+            f"pattern '({opened})?.*{opened.replace('<', '</')}.*', or use a template that does not open it"
         )
 
 
@@ -163,7 +163,7 @@ def ask_once(config: RunConfig, example: Example, tokenizer: PreTrainedTokenizer
     One that has a `url`, as a judge or a remote sandbox, is not asked: it may cost money.
 
     Raises:
-        RewardError: what a function returns is no score. One that raises may have wanted another form of answer.
+        RewardError: what a function returns is not a score. One that raises may have wanted another form of answer.
     """
     if any(one.function == "judge" or "url" in one.parameters for one in config.reward.all_functions):
         return
@@ -197,7 +197,7 @@ def read_examples(config: RunConfig, max_rows: int) -> Sequence[Example]:
 def written(example: Example, form: str, opened: str | None = None) -> str:
     """Return the right answer of a row: its ground truth, or, if that is tests, `solution` or `answer` of extra_info.
 
-    If the cue opens a tag, it begins behind it, and closes it.
+    If the cue opens a tag, it begins after it, and closes it.
     """
     truth = example.ground_truth
     own = next((example.extra_info[name] for name in ("solution", "answer") if example.extra_info.get(name)), None)

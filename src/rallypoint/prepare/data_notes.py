@@ -170,7 +170,7 @@ def _check_judged(config: RunConfig, validation: EncodedPrompts) -> None:
 
 
 NUM_STEPS = 3
-"""Steps that are looked at: enough rollouts that a task which is merely hard earns something, mostly."""
+"""Steps that are looked at: in so many rollouts a task that is merely hard has usually earned something."""
 
 
 class FirstScores:

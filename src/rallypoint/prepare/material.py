@@ -52,7 +52,7 @@ from rallypoint.run.folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class Inputs:
     """Everything that a run reads before it makes anything."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -60,14 +60,14 @@ class Found:
     limits: tuple[RowLimits, ...]
     """Limits of every model that reads the rows."""
     train: Training | None
-    """What is trained on; None if data.generate makes it."""
+    """Training data; None if data.generate makes it."""
     validation: EncodedPrompts | EncodedRows | None
     notes: tuple[str, ...] = ()
     """Notes on the prompts, a line each."""
     clock: str | None = None
-    """Time that the chat template shows, if it shows one that the config does not set."""
+    """Time that the chat template shows; None if it shows none, or the config sets it."""
     episode: Episode | None = None
-    """The one that the config names, or the tools of; they may be a server's, which is started once."""
+    """The episode that the config names, or one with its tools; a server of tools is started only here."""
 
     def encode(
         self,
@@ -93,7 +93,7 @@ class Found:
         return found
 
     def stream(self, config: RunConfig, say: Callable[[str], None]) -> StreamedPrompts | StreamedRows:
-        """Read the first of what is trained on, and encode the rest as the run goes.
+        """Read the first rows of the training data, and encode the rest as the run goes.
 
         Args:
             config: of the run, with stream_rows in data.train.
@@ -159,7 +159,7 @@ class Found:
         return min(each.max_data_tokens(config) for each in self.limits)
 
     def dated(self, loaded: LoadedConfig) -> LoadedConfig:
-        """Return the config of a new run with the time that its prompts show, so that a resumed one shows the same."""
+        """Return the config with the time that prompts show in it, so that they show the same after a resume."""
         if self.clock is None:
             return loaded
         data, key = loaded.config.data, f"data.template.{CLOCK}"
@@ -171,10 +171,10 @@ class Found:
         )
 
     def settled(self, config: RunConfig) -> RunConfig:
-        """Return the config with the steps that trainer.num_epochs makes of the data; as it is without that key.
+        """Return the config with the number of steps that follows from trainer.num_epochs; unchanged without that key.
 
-        The last step on files takes what is left; a step on prompts always takes rollout.num_prompts, so what is no
-        whole step is left out.
+        The last step on files takes what is left. A step on prompts takes exactly rollout.num_prompts; the
+        remainder is left out.
         """
         trainer, made = config.trainer, config.data.generate
         num = made.num_train_prompts if made is not None else 0 if self.train is None else len(self.train)
@@ -186,11 +186,11 @@ class Found:
 
 
 def _reads_truth(config: RunConfig) -> bool:
-    """Whether anything reads the right answers: teachers and reward models do without."""
+    """Whether anything reads the ground truth: not so if only teachers and reward models score."""
     return bool(config.reward.all_functions) or "{ground_truth}" in (config.teachers.hint or "")
 
 
-def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
+def read_inputs(config: RunConfig, *, max_rows: int | None = None) -> Inputs:
     """Read everything that a run begins with.
 
     Args:
@@ -209,7 +209,7 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
         raise RewardError(problem)
     episode = check_own_functions(config)
     tokenizer, stops, limits = read_models(config)
-    found = Found(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer), episode=episode)
+    found = Inputs(tokenizer, stops, limits, None, None, clock=hold_clock(tokenizer), episode=episode)
     notes = [f"model-written code runs in a sandbox: {name}" for name in sandboxes(config)]
     notes += [*template_notes(config, tokenizer), *id_notes(limits), *adapter_notes(config)]
     if config.data.generate is not None:
@@ -226,9 +226,9 @@ def read_material(config: RunConfig, *, max_rows: int | None = None) -> Found:
 
 
 def sandboxes(config: RunConfig) -> Iterator[str]:
-    """Yield the sandbox that each reward of programs, and the policy's Python, runs them in, which was tried.
+    """Yield the sandbox of each reward or tool that runs programs, once it has been tried.
 
-    A function of the user's that says `open_sandbox()` opens it in processes of its own, and finds the same there.
+    A function of the user's that calls `open_sandbox()` does so in processes of its own, and gets the same sandbox.
 
     Raises:
         SandboxError: there is none for a reward or a tool that ships; a function of the user's may do without.
@@ -245,7 +245,7 @@ def sandboxes(config: RunConfig) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Material:
-    """Everything that the driver reads from disk."""
+    """What a run trains with: its inputs, and the model and data that it made for itself."""
 
     model_path: str
     tokenizer: PreTrainedTokenizerBase
@@ -271,13 +271,13 @@ class Material:
         }
 
 
-def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[str], None]) -> Material:
+def prepare(config: RunConfig, folder: RunFolder, found: Inputs, say: Callable[[str], None]) -> Material:
     """Make the model and the data that a config wants made, and add them to what was found.
 
     Args:
         config: of the run.
         folder: receives what is made.
-        found: the result of `read_material`.
+        found: the result of `read_inputs`.
         say: called with a line about prompts that were left out or cut, or that occur twice.
 
     Raises:
@@ -300,7 +300,7 @@ def prepare(config: RunConfig, folder: RunFolder, found: Found, say: Callable[[s
 
 
 def _functions_here(config: RunConfig) -> Iterator[str]:
-    """Yield a note on each reward function that Python gave and that no process can be sent."""
+    """Yield a note on each reward function from Python that cannot be sent to another process."""
     for spec in config.reward.named_functions.values():
         if spec in GIVEN and GIVEN[spec].code is None:
             yield (
@@ -310,10 +310,10 @@ def _functions_here(config: RunConfig) -> Iterator[str]:
 
 
 DRY_RUN_ROWS = 20_000
-"""Prompts of a data set that a dry run reads: what takes seconds."""
+"""Prompts of a data set that a dry run reads, so that it takes seconds."""
 
 
-def examine(config: RunConfig) -> Found:
+def examine(config: RunConfig) -> Inputs:
     """Check everything that a run begins with, before it has a folder or a process.
 
     Raises:
@@ -324,19 +324,19 @@ def examine(config: RunConfig) -> Found:
     """
     notes = [*check_machine(config, make_plan(config)), *_functions_here(config)]
     check_weights(config)
-    found = read_material(config)
+    found = read_inputs(config)
     _ask_reward(config, found)
     return dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def examine_dry(config: RunConfig) -> tuple[str, ...]:
-    """Do the same as `examine`, but read only what takes seconds; return what was read, and notes, a line each.
+    """Do the same as `examine`, but read only the beginning of the data; return lines on what was read, and notes.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: as `examine`.
     """
     check_weights(config)
-    found = read_material(config, max_rows=DRY_RUN_ROWS)
+    found = read_inputs(config, max_rows=DRY_RUN_ROWS)
     _ask_reward(config, found)
     lines = [_described("train", found.train, config), _described("validation", found.validation, config)]
     if config.data.generate is not None:
@@ -357,8 +357,8 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
     return (*filter(None, lines), *_first_row(found), *found.notes)
 
 
-def _ask_reward(config: RunConfig, found: Found) -> None:
-    """Ask the reward once, about the first row of the data; those that a run makes are not there yet."""
+def _ask_reward(config: RunConfig, found: Inputs) -> None:
+    """Call the reward function once, with the first row; data that a run makes for itself is not there yet."""
     if config.reward.all_functions and isinstance(found.train, EncodedPrompts | StreamedPrompts):
         ask_once(config, found.train.examples[0], found.tokenizer)
 
@@ -366,7 +366,7 @@ def _ask_reward(config: RunConfig, found: Found) -> None:
 _HALF_TEXT, _HALF_TOKENS = 300, 8
 
 
-def _first_row(found: Found) -> Iterator[str]:
+def _first_row(found: Inputs) -> Iterator[str]:
     """Yield the first row that is trained on, as the model reads it: its text, its tokens, and which are trained."""
     if found.train is None:
         return

@@ -26,7 +26,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_problems(name: str, path: str) -> Iterator[Problem]:
-    """Yield why the folder that a key names is no model of Hugging Face's; nothing of what the hub or a URL has."""
+    """Yield why the folder that a key names is not a model of Hugging Face; nothing of what the hub or a URL has."""
     folder = Path(path).expanduser()
     if is_hub_name(path) or is_url(path):
         if is_url(path) and (problem := check_url(path)) is not None:

@@ -119,7 +119,7 @@ def template_notes(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Ite
         )
     if probe.opened is not None and config.reward.all_functions:
         yield (
-            f"the chat template's cue opens {probe.opened}: responses begin behind it, so that no reward function "
+            f"the chat template's cue opens {probe.opened}: responses begin after it, so that no reward function "
             f"finds {probe.opened} in one"
         )
 
@@ -201,7 +201,7 @@ def check_reward_model(
         trust_remote_code: whether code that comes with the model may run.
 
     Raises:
-        ModelError: it is no reward model, or another tokenizer was used for it.
+        ModelError: it is not a reward model, or another tokenizer was used for it.
     """
     load_reward_model.check_config(path, read_config(path, trust_remote_code))
     return check_reader(path, model_path, tokenizer, whose="the reward model", trust_remote_code=trust_remote_code)
@@ -228,8 +228,8 @@ def check_reader(
     if others := [token for token, number in theirs.items() if own.get(token) != number]:
         example = min(others, key=theirs.__getitem__)
         raise ModelError(
-            f"{path}: {len(others)} of the {len(theirs)} tokens of {model_path} are others in its tokenizer, or none: "
-            f"{example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; {whose} reads "
-            "the policy's token ids, so give one that was trained with the same tokenizer"
+            f"{path}: {len(others)} of the {len(theirs)} tokens of {model_path} have another id in its tokenizer, or "
+            f"none: {example!r} is {theirs[example]} for the policy and {own.get(example, 'nothing')} here; {whose} "
+            "reads the policy's token ids, so give one that was trained with the same tokenizer"
         )
     return RowLimits.of(found, whose)

@@ -48,7 +48,7 @@ def own_episode(config: RunConfig) -> Episode | None:
     """Return the episode that a config names; None where a rollout has a single turn, or a process makes it.
 
     Raises:
-        ConfigError: it cannot be loaded, or is no episode.
+        ConfigError: it cannot be loaded, or is not an episode.
     """
     spec, tool_use = config.rollout.own_episode, config.rollout.tool_use
     try:
@@ -70,7 +70,7 @@ def episode_of(config: RunConfig, given: Episode | None, named: Episode | None =
         named: by the config, or what runs its agent; None to load it.
 
     Raises:
-        ConfigError: there are two, the recipe's is no episode, or it does not go with the config.
+        ConfigError: there are two, the recipe's is not an episode, or it does not go with the config.
     """
     named = named or own_episode(config)
     if given is None:

@@ -56,7 +56,7 @@ from rallypoint.run.trust import unsigned
 from rallypoint.user_code import find_misfits
 
 _BARE_NAME = re.compile(r"[\w-]+")
-"""What may be the name of runs, and is no path."""
+"""What may be the name of runs, and is not a path."""
 
 
 def load_checked(

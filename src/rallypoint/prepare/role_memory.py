@@ -156,10 +156,10 @@ class _Pass:
     num_scores: int
     """Scores of a token that are kept, on average over its row; 0 where a fused kernel makes none."""
     num_block_scores: int
-    """Scores of the largest block of queries, likewise."""
+    """Scores of a token within the largest block of queries; 0 where a fused kernel makes none."""
     cp: int = 1
     sp: int = 1
-    """Ranks that share these tokens, likewise along `cp`."""
+    """Ranks that share these tokens along each axis."""
 
     @property
     def num_computed(self) -> int:

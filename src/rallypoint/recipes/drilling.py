@@ -170,7 +170,7 @@ class Drills:
         return self._judged(drill, run, twin, at_s, why, problem)
 
     def _first(self, drill: Drill, run: RunFolder, overrides: Sequence[str]) -> tuple[float, str, str]:
-        """Do it until it ends; return when the failure was, why it ended, and what was wrong with that."""
+        """Run until the failure ends it; return when the failure was, the run's error, and what was wrong with that."""
         at_s, problem = 0.0, ""
         if drill.in_child:
             child = _Child(run, overrides, resume=False, fails=drill.fails)

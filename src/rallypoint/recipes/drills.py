@@ -332,7 +332,7 @@ DAMAGES: Mapping[str, Callable[[RunFolder], Iterator[str]]] = {
     "no metrics": _without_metrics,
     "torn metrics": _torn_metrics,
 }
-"""Name of what happens to the files of a run that was killed -> damages them, yields a part of what a resume must say
-before it refuses, empty if it must go on, and mends them."""
+"""Name of a damage to the files of a killed run -> generator that does it, yields a part of the message with which a
+resume must refuse them (empty if it must go on), and undoes it."""
 REWARDS = {"reward exits": "exits", "reward hangs": "hangs", "reward is NaN": "lies"}
 """Name of a deed -> the function that fails in place of one that raises."""

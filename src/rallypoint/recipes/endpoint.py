@@ -1,7 +1,7 @@
 """A run in training that answers: OpenAI's API in front of its rollout role. Needs the extra `serve`.
 
 Owns: the port, the key, that both end with the run, and that the run never ends with them: what becomes of the endpoint
-once the run has begun is said, and training goes on. Requests of persons are sampled by the rollout role while training
+once the run has begun is said, and training goes on. Requests are sampled by the rollout role while training
 samples nothing: how long one may wait, and that each one ends, is owned here, too. Must not know: texts. Invariant:
 what training samples does not depend on them (`RolloutWorker.advance_guests`).
 
@@ -259,7 +259,7 @@ class GuestRequests:
                 # Training meets what is wrong by itself, if it is more than one of these requests.
                 self._fail_all(GenerationError(f"these requests failed and are lost: {first_line(error)}"))
                 with contextlib.suppress(Exception):  # such as a full disk: others wait for their answers
-                    self._log(f"requests of persons failed: {error}")
+                    self._log(f"requests to the endpoint failed: {error}")
                 continue
             for number in set(served) & self._timers.keys():
                 self._wait_for(number)

@@ -56,4 +56,4 @@ class GRPO(RolloutRecipe):
             await self.actor.publish(self.source)
             refreshed = await self.reference.refresh(self.actor, step)
 
-        return self.kl.adapted(merge(sampled.metrics, judged, learned, refreshed), len(batch))
+        return self.kl.adapt(merge(sampled.metrics, judged, learned, refreshed), len(batch))

@@ -26,7 +26,7 @@ from rallypoint.errors import WorkerDiedError
 from rallypoint.failpoints import arming
 from rallypoint.journal import NUMBERS_OF, Journal, RunEnded, Said
 from rallypoint.prepare.machine import check_nodes
-from rallypoint.prepare.material import Found, Material, prepare, read_material
+from rallypoint.prepare.material import Inputs, Material, prepare, read_inputs
 from rallypoint.prepare.pools import pools_of
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
@@ -51,7 +51,7 @@ def train(
     *,
     resume: bool,
     from_step: int | None = None,
-    found: Found | None = None,
+    found: Inputs | None = None,
     observer: Observer | None = None,
     recorded: Recorded | None = None,
 ) -> bool:
@@ -74,7 +74,7 @@ def train(
         journal.subscribe(progress.take)
         config = anchored(loaded.config)
         if config.trainer.num_epochs is not None:
-            found = found or read_material(config)
+            found = found or read_inputs(config)
             config = found.settled(config)
             write_config(folder, config)
         beginning, mirror = Beginning(0, config), mirror_of(folder, config, journal.say)
@@ -108,7 +108,7 @@ async def _train(
     folder: RunFolder,
     journal: Journal,
     progress: Progress,
-    found: Found | None,
+    found: Inputs | None,
     observer: Observer,
     recorded: Recorded | None,
 ) -> bool:
@@ -125,7 +125,7 @@ async def _train(
             say(note)
         if found is None:
             say("reading model and data", level="wait")
-            found = await asyncio.to_thread(read_material, config)
+            found = await asyncio.to_thread(read_inputs, config)
         say(f"starting {config.cluster.runtime}", level="wait")
         # Two things that take seconds each and do not need each other.
         preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))

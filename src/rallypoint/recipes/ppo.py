@@ -41,7 +41,7 @@ class PPO(RolloutRecipe):
         return self.actor, self.critic
 
     async def train_step(self, step: int) -> Metrics:
-        """One PPO step: sample, judge, weigh, learn, publish."""
+        """One PPO step: sample, judge (logprobs, values), weigh (advantages), learn, publish."""
         sampled = await self.source.next_batch()  # B scored rollouts of P prompts
         batch = sampled.batch
 
@@ -66,4 +66,4 @@ class PPO(RolloutRecipe):
             await self.actor.publish(self.source)
             refreshed = await self.reference.refresh(self.actor, step)
 
-        return self.kl.adapted(merge(sampled.metrics, judged, *learned, refreshed), len(batch))
+        return self.kl.adapt(merge(sampled.metrics, judged, *learned, refreshed), len(batch))

@@ -79,7 +79,7 @@ class Setup:
     journal: Journal
     """The journal of the run; its `say` appends a line for the user."""
     agents: Agents | PlainEpisodes | None = None
-    """What runs the agent that the config names, if it does."""
+    """What runs the agent, or plain episode, that the config names; None if it names none."""
     recorded: Recorded | None = None
     """The run whose rollouts are taken instead of sampling; None samples."""
     kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
@@ -97,7 +97,7 @@ class Setup:
             episode: how a rollout of a prompt is sampled; None: as the config says, in a single turn by default.
 
         Raises:
-            ConfigError: it is no episode, or the config has another one, or over-samples.
+            ConfigError: this is not an episode, or the config names another one, or over-samples.
         """
         episode = episode_of(self.config, episode, self.agents or self.material.episode)
         train, validation = self.material.train, self.material.validation
@@ -128,7 +128,7 @@ class Setup:
         )
 
     def examples(self) -> ExampleSource:
-        """Return what is trained on as it is in the files."""
+        """Return the source of a recipe that trains on files, without sampling."""
         train, validation = self.material.train, self.material.validation
         assert isinstance(train, EncodedRows | StreamedRows), "the recipe is declared with conversations or pairs"
         assert isinstance(validation, EncodedRows | None), "likewise"
@@ -151,7 +151,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     async def train_step(self, step: int) -> Metrics:
-        """Take one step; the page to read."""
+        """Take one step, and return its metrics."""
 
     @property
     def learners(self) -> tuple[Learner[Any, Any], ...]:
@@ -202,7 +202,7 @@ class Recipe(abc.ABC):
         """Cancel what is under way: no step follows."""
 
     def hurry(self) -> None:  # noqa: B027 - nothing takes long in a recipe without rewards
-        """Wait only some seconds for what may take long from now on: the run is to end."""
+        """From now on wait only some seconds for what may take long, because the run is ending."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +282,7 @@ def page_of(config: RunConfig) -> type[Recipe]:
 
 
 def kl_of(config: RunConfig) -> KL | None:
-    """Return the pull to the reference, as the algorithms take it."""
+    """Return the KL to the reference, as the algorithms take it."""
     if config.kl is None:
         return None
     return KL(
@@ -294,7 +294,7 @@ def kl_of(config: RunConfig) -> KL | None:
 
 
 def kl_controller_of(config: RunConfig) -> KLController:
-    """Return what sets the pull's coefficient, step after step."""
+    """Return the controller of the KL's coefficient."""
     adaptive = config.kl.adaptive if config.kl is not None else None
     return KLController(kl_of(config), adaptive and AdaptiveKL(target=adaptive.target, horizon=float(adaptive.horizon)))
 

@@ -84,7 +84,7 @@ class Replay:
             is_rescored: whether the reward functions score its rollouts anew.
 
         Raises:
-            ConfigError, ResumeError: with these changes it would be no step of the run.
+            ConfigError, ResumeError: with these changes it would not be a step of the run.
         """
         versions = [e.event.version for e in read_journal(self.run.journal) if isinstance(e.event, WeightsLoaded)]
         recorded = Recorded(self.run.path, versions, is_rescored)

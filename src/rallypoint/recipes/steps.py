@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _MOST_NOT_FINITE = 3
 """Steps in a row of which an update may be left out; with as many the run goes back to a checkpoint, once."""
 _SAVING, _SHARE_OF_GRACE = 2.0, 0.1
-"""Time of a grace period that is kept for saving: times of the newest checkpoint, but at least a share of it."""
+"""Part of a grace period that is kept for saving: twice what the newest checkpoint took, at least a tenth."""
 _NUM_SHOWN = 8
 """Rollouts of a step, of which a display shows one."""
 
@@ -74,9 +74,9 @@ class RemainingSteps:
     began_s: float
     """When it began, by the clock that only goes forward."""
     deadline: float | None = None
-    """When what is under way is given up, by the clock of the event loop; None without a grace period."""
+    """Time at which work under way is given up, by the event loop's clock; None without a grace period."""
     timer: asyncio.Timeout | None = None
-    """Ends what is under way then."""
+    """Timer of the work under way, which ends it at the deadline."""
     is_ending: bool = False
     """Whether somebody has asked it to end."""
     first_scores: FirstScores = dataclasses.field(default_factory=FirstScores)
@@ -393,7 +393,7 @@ class Starts:
         self.began_s = time.monotonic()
 
     def close(self) -> None:
-        """End the reward functions of the newest start, and leave no place to meet behind."""
+        """End the reward functions of the newest start, and its rendezvous."""
         self.grader.close()
         if self._placement is not None and self._placement.rendezvous is not None:
             self._placement.rendezvous.close()

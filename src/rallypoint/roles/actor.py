@@ -107,7 +107,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     @broadcast
     def connect(self, stream: Stream, plan: TransferPlan) -> None:
-        """Connect to the rollout ranks, if this rank sends something, and its process is no member already."""
+        """Connect to the rollout ranks, if this rank sends something and no rollout rank of its process does so."""
         self._connection.close()
         place = plan.place_of_sender(self.context.rank)
         if place is not None and plan.members[place].receiver is None:
@@ -159,7 +159,7 @@ def mask_of(config: RunConfig) -> RowMask:
 
 
 _COMPARED_EVERY = 32
-"""Every so many batches get both passes, to compare them; that costs a two-hundredth of a step's time."""
+"""Batches of which one gets both passes, so that they are compared; that takes half a percent of a step."""
 
 
 class Actor(Learner[BatchT, ActorWorker[BatchT]]):
@@ -199,8 +199,8 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
         Args:
             batch: any rows.
-            advantage: what will weigh scored rows. Those without a signal are left out if nothing else is learned: they
-                are NaN. None: all rows are computed.
+            advantage: what will weigh scored rows. Rows without a signal get NaN instead of a pass, if nothing is
+                learned from them. None: all rows are computed.
         """
         is_compared = self._num_updates < 2 or self._num_updates % _COMPARED_EVERY == 0
         if self._config.judges_in_update and not is_compared:
@@ -214,7 +214,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return old
 
     def _rows_to_judge(self, batch: Sequences, advantage: Advantage | None) -> Tensor | None:
-        """Return which rows have a signal: [B]; None if all are computed, also where both passes are compared."""
+        """Return which rows have a signal: [B]; None if all rows are computed."""
         if advantage is None or self._config.judges_in_update or self._config.kl or not self.needs_advantage:
             return None
         assert isinstance(batch, ScoredBatch), "an advantage weighs scored rows"
@@ -240,7 +240,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         computed = batches.only(self._learns)
         metrics = await self._group.call(ActorWorker.train, computed, step)
         if isinstance(batch, ActorBatch):
-            self.learned = batch.passed(await self._group.call(ActorWorker.first_pass))
+            self.learned = batch.with_first_pass(await self._group.call(ActorWorker.first_pass))
         check_gap(metrics, self._config.checks)
         self._num_updates += 1
         self.version += len(batches.parts)
@@ -259,7 +259,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return rows_that_learn(part.advantages, part.loss_mask, part.offsets)
 
     def _counted(self, batches: MiniBatches[BatchT], computed: MiniBatches[BatchT], metrics: Metrics) -> Metrics:
-        """Return how much was learned from, and what makes mean losses those of all rows, computed or not."""
+        """Return counts of what was learned from, and weights by which mean losses cover rows that were left out."""
         counted: dict[str, Metric] = {"num_tokens": Sum(sum(part.num_loss_tokens for part in batches.parts))}
         weighed = [part for part in batches.parts if isinstance(part, ActorBatch)]
         if weighed and not isinstance(self._loss, DistillationLoss):  # a teacher asks for no advantages
@@ -307,7 +307,7 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
         return self._group.processes
 
     async def written(self, taker: RoleName | None = None) -> Path:
-        """Write the current weights, and return their folder; another role for which this is done removes it."""
+        """Write the current weights and return their folder; that of a `taker`, another role, is removed by it."""
         return await with_room(lambda: self._group.call(ActorWorker.write_published, self.version, taker or ""))
 
     async def held(self) -> Sequence[Mapping[str, Held]]:

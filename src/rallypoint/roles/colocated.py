@@ -111,7 +111,7 @@ class MemoryLease:
 
     @contextlib.contextmanager
     def held(self, *, to_train: bool = False, doing: str = "other") -> Iterator[None]:
-        """Hold the process for a while; what the optimizer remembers wakes `to_train` only, `doing` names the work."""
+        """Hold the memory of the process; the optimizer's state is awake only `to_train`. `doing` names the work."""
         outer = self._memory.holder
         assert outer in (None, self), f"{self.role} wants the memory while {outer.role if outer else ''} has it"
         self._memory.holder = self
@@ -154,7 +154,7 @@ class MemoryLease:
             _PROFILING.release()
 
     def _add(self, doing: str, began_s: float, ended_s: float) -> None:
-        """Add a call; beyond a number of them, as of persons' requests, to the newest of its name."""
+        """Add a call; once there are many, as of guests, add its time to the newest one of its name."""
         at = next((at for at in reversed(range(len(self._work))) if self._work[at][0] == doing), len(self._work))
         if len(self._work) < _MOST_WORK or at == len(self._work):
             self._work.append((doing, round(began_s, 4), round(ended_s, 4), round(ended_s - began_s, 4), 1))

@@ -27,13 +27,13 @@ from rallypoint.transport_kinds import TransportKind, within_a_node
 from rallypoint.weights import Exposed, Receiver, TransferPlan, Transport, fingerprint, join, published_folder
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.relay import Relay, relayed
-from rallypoint.weights.same_node import Outlet, leave_out, met, relay
+from rallypoint.weights.same_node import Outlet, leave_out, meet_members, relay
 from rallypoint.weights.served import Invitation
 from rallypoint.weights.sockets import Listener
 
 _GRACE_S = 20.0
-"""Seconds in which a server may load what was passed on to it, when another rank's failure has cancelled the call: a
-server that is ended in the middle of a version has to be started again."""
+"""Seconds that a server still has to load what was passed on to it, when another rank's failure cancels the call. A
+server that holds a part of a version has to be started again."""
 _LOOK_EVERY_S = 1.0
 """Seconds between two looks at whether the server is done; a cancelled call is noticed in between."""
 PUBLISHED = "published"
@@ -49,16 +49,16 @@ class StreamConnection:
         self._outage = Outage(context.say, "the run waits, and tries again")
 
     def open(self, stream: Stream, plan: TransferPlan, place: int, exposed: Exposed | None) -> None:
-        """Meet the others, who read what is exposed from where it is."""
+        """Meet the others; they read what is exposed directly from this process's memory."""
         self.close()
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
         device = self._spec.config.cluster.device
         self._transport = join(stream.kind, self._spec.rendezvous, plan, place, device=device, exposed=exposed)
 
-    def met(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
-        """Meet the others for a process that cannot come itself; see `same_node.met`."""
+    def meet(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
+        """Meet the others for a process that cannot come itself; see `same_node.meet_members`."""
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
-        return met(self._spec.rendezvous, plan, place, given_up=given_up)
+        return meet_members(self._spec.rendezvous, plan, place, given_up=given_up)
 
     @property
     def is_open(self) -> bool:
@@ -174,10 +174,10 @@ class ServerReplica:
         self._plan, rank = plan, self._context.rank
         if not stream.kind.within_node:
             self._place: int | None = plan.place_of_receiver(rank)
-            assert stream.num_parts is not None, "the server has workers"
+            assert stream.num_workers is not None, "the server has workers"
             with contextlib.ExitStack() as unless_connected:
                 unless_connected.callback(self._leave)
-                self._relay_to(relayed(plan, rank, stream.num_parts), plan.timeout_s)
+                self._relay_to(relayed(plan, rank, stream.num_workers), plan.timeout_s)
                 self._connection.open(stream, plan, self._place, None)
                 unless_connected.pop_all()
             return
@@ -207,7 +207,7 @@ class ServerReplica:
                 addresses = own
                 if not own:
                     with ThreadPoolExecutor(len(places), thread_name_prefix="publish") as threads:
-                        addresses, *_ = threads.map(lambda place: self._connection.met(plan, place, given_up), places)
+                        addresses, *_ = threads.map(lambda place: self._connection.meet(plan, place, given_up), places)
                     unless_joined.callback(leave_out, plan, places, addresses)
                 pieces = {name: self._server.outline.sources(name, shape) for name, (_, shape) in shapes.items()}
                 return Invitation(kind, plan, places, addresses, pieces).text()

@@ -133,7 +133,7 @@ def _memory_share(num_bytes: int, device: str) -> float | None:
 def make_guest_engine(
     config: RunConfig, training: GenerationEngine, model: PreTrainedModel | None, *, max_rows: int, decode: Decode
 ) -> GenerationEngine:
-    """Return an engine for requests of persons, asleep; only one of the two may be awake.
+    """Return an engine for requests of guests, asleep; only one of the two may be awake.
 
     Args:
         config: of the run.

@@ -23,10 +23,10 @@ class KLController:
     def __init__(self, kl: KL | None, adaptive: AdaptiveKL | None) -> None:
         """Begin with the KL of the config; without `adaptive` it stays what it is."""
         self.now = kl
-        """What the current step weighs its tokens with; None in a run without KL."""
+        """KL of the current step; None in a run without KL."""
         self._initial, self._adaptive = kl, adaptive
 
-    def adapted(self, metrics: Metrics, num_rollouts: int) -> Metrics:
+    def adapt(self, metrics: Metrics, num_rollouts: int) -> Metrics:
         """Choose the coefficient of the next step; return the metrics of this one, with the coefficient that it had.
 
         Args:

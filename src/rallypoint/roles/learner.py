@@ -104,7 +104,7 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
         """Return what the model says of the trained tokens of some rows, at the positions `at`: [N]."""
 
     def weights_changed(self) -> None:
-        """Called after the weights have changed, while they are awake; does nothing by default."""
+        """Called when the weights have changed, before they sleep; does nothing by default."""
 
     def check(self, outputs: OutputsT, inputs: LossInputs[BatchT]) -> Metrics:
         """Compare a forward pass with what is known of its rows already; by default with nothing."""
@@ -176,11 +176,11 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             return Metrics({NOT_FINITE: Maximum(1.0)})
 
     def _route(self, rows: Sequences, at: Tensor) -> Tensor:
-        """Pass rows through the model for what its routers do."""
+        """Run a forward pass, only to count what its routers choose."""
         return TokenStream(self.engine.shard, rows, at).states().new_zeros(len(at))
 
     def _needed_flops(self, part: BatchT) -> int:
-        """Count forward and backward of some rows: a shared prompt once, and the last token of a row never."""
+        """Count the operations of forward and backward: a shared prompt once, the last token of a row not at all."""
         offsets, tokens, _ = choosing_tokens(part, trained_positions(part))
         lengths = offsets.diff()
         kept = SharedPrefixes.of(offsets, tokens, part.prompt_index).kept
@@ -269,7 +269,7 @@ class Learner(Generic[BatchT, WorkerT]):
     def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT], loss: LossFunction[BatchT, Any]) -> None:
         self._config, self._group, self._loss = config, group, loss
         self.version = 0
-        """Optimizer steps, those that were left out because a gradient was not finite among them."""
+        """Optimizer steps so far, including those that were left out because a gradient was not finite."""
         self.learned: BatchT | None = None
         """Batch of the newest update."""
         self._attention_cost = attention_cost(config)
@@ -288,8 +288,8 @@ class Learner(Generic[BatchT, WorkerT]):
     async def save(self, folder: Path) -> None:
         """Write the model and the state of its optimizer into a checkpoint that is being made.
 
-        Ranks on this machine leave what they wrote in its memory, from where the saver flushes it while training goes
-        on; of others it would not be known whether it is on a disk.
+        Ranks on this machine do not flush what they wrote: the saver does while training goes on. Ranks on other
+        machines flush it themselves, as the saver could not.
 
         Raises:
             CheckpointError: the disk is full or not writable.

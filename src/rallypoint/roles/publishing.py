@@ -43,11 +43,11 @@ from rallypoint.weights import (
 from rallypoint.weights.manifest import Checksum
 
 _WATCHDOG_S = 10.0
-"""Seconds that the watchdog has, after a deadline, to find the rank that hangs, before others give up on it."""
+"""Seconds that other ranks wait after a call's deadline, so that the watchdog names the rank that hangs first."""
 _PATIENCE_S = 10.0
-"""How long the one that failed first may take to say so after another one stopped because of it."""
+"""Seconds that a rank which failed first may take to say so, once another has stopped because of it."""
 _MOST_FAILED = 2
-"""Versions that servers may fail to take from memory, each of which costs them a start, before they get folders."""
+"""Versions in a row that servers may fail to take from memory before they get folders: each failure restarts them."""
 _ROOM_S = 600.0
 """Seconds that a run waits for room to publish weights."""
 _NUMBERS = itertools.count(1)
@@ -67,7 +67,7 @@ class Publisher(Protocol):
         ...
 
     async def written(self, taker: RoleName | None = None) -> Path:
-        """Write the weights into a folder that all nodes see, and return it; a taker removes its own."""
+        """Write the weights into a folder that all nodes see, and return it; that of a `taker` is removed by it."""
         ...
 
     async def held(self) -> Sequence[Mapping[str, Held]]:
@@ -87,7 +87,7 @@ class Receivers(Protocol):
     """The ranks of the rollout role, as a transport sees them."""
 
     publisher: Publisher | None
-    """Who published last."""
+    """The actor that published last."""
 
     @property
     def transport(self) -> WeightTransport:
@@ -132,7 +132,7 @@ class Replica(Protocol):
         ...
 
     def receive(self, version: int) -> str | None:
-        """Take the weights over as they arrive; likewise."""
+        """Receive the weights as they arrive; return a digest if it was computed on the way."""
         ...
 
 
@@ -197,14 +197,14 @@ class Stream(WeightTransport):
     checksum: Checksum
     timeout_s: float
     """Seconds to wait for another member."""
-    num_parts: int | None = None
+    num_workers: int | None = None
     """Workers of each server of the rollout role; None if ranks have the model themselves."""
     is_open: bool = False
     """Whether all ranks are connected."""
     is_refused: bool = False
     """Whether servers cannot be connected, so that a folder is written instead, until one is started again."""
     _num_failed: int = 0
-    """Versions one after another that servers did not get from memory."""
+    """Versions in a row that servers did not get from memory."""
     num_sharing: int = 1
     """Ranks that share each server, the first of which has it."""
 
@@ -212,9 +212,9 @@ class Stream(WeightTransport):
     def of(cls, kind: TransportKind, config: RunConfig) -> Stream:
         """Return one that is not open."""
         checksum = "xxh3" if config.cluster.device == "cpu" else "sums"
-        num_parts = config.rollout.mesh.tp if config.rollout.engine == "vllm" else None
+        num_workers = config.rollout.mesh.tp if config.rollout.engine == "vllm" else None
         num_sharing = config.mesh("rollout")["tp"]
-        return cls(kind, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_parts, num_sharing=num_sharing)
+        return cls(kind, checksum, config.cluster.call_timeout_s + _WATCHDOG_S, num_workers, num_sharing=num_sharing)
 
     async def publish(self, actor: Publisher, subscriber: Subscriber) -> None:
         """See `WeightTransport`; what servers do not get from memory, they get from a folder."""
@@ -224,7 +224,7 @@ class Stream(WeightTransport):
                 self._num_failed = 0
                 return
         except WorkerError as error:
-            if self.num_parts is None:
+            if self.num_workers is None:
                 raise
             self._num_failed += 1
             self.is_refused |= self._num_failed == _MOST_FAILED
@@ -237,7 +237,7 @@ class Stream(WeightTransport):
             try:
                 await both(actor.connect(self, plan), subscriber.role.connect(self, plan))
             except WorkerError:
-                self.is_refused = self.num_parts is not None
+                self.is_refused = self.num_workers is not None
                 raise
         self.is_open = False  # after an error it is opened again
         await both(actor.send(), subscriber.load(actor.version))
@@ -249,9 +249,10 @@ class Stream(WeightTransport):
 
 
 def share_published(config: RunConfig, shard: ModelShard) -> SharedWeights | None:
-    """Move what an actor's rank publishes to memory that takers on its node can read; None if no taker may read it.
+    """Move the weights of an actor's rank to memory that receivers on its node can read.
 
-    What sleeps is kept elsewhere meanwhile, and masters are rounded on their way.
+    None if they have to be copied all the same: on accelerators, to other nodes, of an actor that sleeps between its
+    calls, or of float32 masters, which are rounded first.
 
     Args:
         config: of the run.
@@ -268,8 +269,8 @@ def joint_digest(what: str, digests: Mapping[int, str], mesh: Mesh, *axes: str) 
     """Return one digest of weights from those of the ranks' parts.
 
     Args:
-        what: is wrong if ranks differ, for the error.
-        digests: of what each rank holds that has one, by rank.
+        what: beginning of the error if they differ.
+        digests: by rank, of those ranks that have one.
         mesh: of the ranks.
         *axes: along which they hold different parts; ranks with one part should hold equal weights.
 
@@ -329,14 +330,14 @@ def make_plan(
     senders = {id(actor[root]): root for root in sorted(roots)}
     processes = dict.fromkeys([*senders, *takers])
     members = tuple(Participant(senders.get(process), takers.get(process)) for process in processes)
-    if stream.num_parts is not None:
+    if stream.num_workers is not None:
         with_server = range(0, len(rollout), stream.num_sharing)
         is_relayed = not stream.kind.within_node  # by the process of each rank with a server
         members = tuple(
             one for one in members if one.sender is not None or (is_relayed and one.receiver in with_server)
         )
-        num_parts = 0 if is_relayed else stream.num_parts
-        members += tuple(Participant(None, rank, part) for rank in with_server for part in range(num_parts))
+        num_workers = 0 if is_relayed else stream.num_workers
+        members += tuple(Participant(None, rank, worker) for rank in with_server for worker in range(num_workers))
     meeting = f"weights {next(_NUMBERS)} {uuid.uuid4().hex[:8]}"
     return TransferPlan(meeting, members, manifest, stream.timeout_s)
 

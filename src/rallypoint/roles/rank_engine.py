@@ -35,7 +35,7 @@ _SHORTEST_SLICE_S = 0.1
 """Seconds that a rank samples before it answers although a request has ended; an answer costs a millisecond or two."""
 
 Ready: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
-"""Function that gives the memory for a slice, or raises."""
+"""Function that returns a context in which a slice has its memory, or raises."""
 _GRACE_S = 60.0
 """Seconds that ranks which share a model have to come where others wait for them, before these leave."""
 
@@ -64,13 +64,13 @@ class SliceResult:
     busy_s: float = 0.0
     """Seconds that it has sampled."""
     lacks_weights: bool = False
-    """Whether it waits for weights because its server was started again, or gave them up while it slept."""
+    """Whether it waits for weights, as its server was started again or dropped them while asleep."""
     is_sampling: bool = False
     """Whether it has requests left, and the memory of its process until the next slice."""
 
 
 class RankEngine:
-    """An engine, whose requests have the driver's numbers."""
+    """An engine whose requests are known by the driver's numbers."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class RankEngine:
                 yield
 
     def take(self, asked: SliceRequest, *, streamed: bool = False) -> list[Output]:
-        """Begin with requests and give others up; return the ends of those that the engine refuses."""
+        """Submit requests and cancel others; return an output for each request that the engine refuses."""
         refused: list[Output] = []
         for number, request in asked.new:
             sent = dataclasses.replace(request, streamed=True) if streamed and not request.streamed else request
@@ -117,7 +117,7 @@ class RankEngine:
         return refused
 
     def sample(self, *, until_one_ends: bool, num_steps: int | None = None) -> SliceResult:
-        """Step so many times, or for a slice of time; no longer than there is a request.
+        """Take `num_steps` steps, or those of a slice of time; stop when no request is left.
 
         Raises:
             DeterminismError: ranks that share the model sampled different tokens.
@@ -141,7 +141,7 @@ class RankEngine:
         return SliceResult(tuple(outputs), num_taken, time.monotonic() - began)
 
     def _is_over(self, is_over: bool, new: Sequence[Output]) -> bool:
-        """Return what the first of the ranks that share the model says, as clocks differ; compare what they sampled."""
+        """Return whether the slice is over, by the clock of the first rank of the model; compare what all sampled."""
         peers = self._mesh.tp
         if peers.size == 1:
             return is_over
@@ -170,11 +170,15 @@ class RankEngine:
 
 
 class GuestEngine:
-    """An engine for persons, which sleeps between slices; an error costs their requests alone.
+    """A second engine of a rank, for guests: people who ask the run's endpoint (`rollout.serve`).
 
-    Ranks that share a model meet before they sample and after it, apart from the model. On processors who comes has
-    left what they do through it, so all have left it at one place, and go on together. Elsewhere a host is ahead of its
-    device: after an error while they sample they part. They part, too, when one that failed alone has waited in vain.
+    It sleeps between slices. An error costs the requests of guests alone.
+
+    Ranks that share a model meet before they sample and afterwards, over connections of their own, and tell each other
+    whether they failed. If one did, all drop their requests and go on. That is safe on CPUs, where a rank that comes to
+    the meeting has left the model's collectives. On accelerators the host runs ahead of its device: after an error
+    while they sample, the ranks abandon their connections. They do so, too, when a rank that failed meets nobody in
+    time.
     """
 
     def __init__(self, training: RankEngine, context: WorkerContext) -> None:
@@ -192,7 +196,7 @@ class GuestEngine:
         self._own: RankEngine | None = None
 
     def open(self, make: Callable[[], RankEngine], spec: WorkerSpec, mesh: DeviceMesh | None) -> int:
-        """Make it; return the most tokens that prompt and response may have together.
+        """Make the engine; return the most tokens that prompt and response may have together.
 
         Args:
             make: called again after an error.
@@ -205,10 +209,10 @@ class GuestEngine:
         return self._own.engine.max_request_tokens
 
     def _meet(self, spec: WorkerSpec, mesh: DeviceMesh, when: str) -> DeviceMesh:
-        # Ranks may be called at different times, but have then sampled in step.
+        # Ranks may be called at different times; once they have sampled together, the second wait is short.
         timeout_s = spec.config.cluster.call_timeout_s
         timeout_s = timeout_s if when == "begin" else min(timeout_s, self._grace_s)
-        name = f"persons {when} {self._context.mesh.part(self._context.rank)}"
+        name = f"guests {when} {self._context.mesh.part(self._context.rank)}"
         generation, sizes = self._context.start, {"tp": mesh.tp.size}
         return DeviceMesh.connect(
             spec.rendezvous, name, mesh.tp.rank, sizes, timeout_s=timeout_s, generation=generation
@@ -228,12 +232,12 @@ class GuestEngine:
                         return [*begun, *sampled]
             self._own = self._make and self._make()
         why = "another rank failed" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        self._context.say(f"requests of persons failed: {why}")
+        self._context.say(f"requests to the endpoint failed: {why}")
         lost = GenerationError(f"these requests failed and are lost: {why}")
         return [Output.failed(number, self._training.engine.version, lost) for number in dict.fromkeys(numbers)]
 
     def _begin(self, asked: SliceRequest, ready: Ready, held: contextlib.ExitStack) -> Sequence[Output]:
-        """Get the memory and take requests in; return the ends of those that are refused."""
+        """Get the memory and submit requests; return an output for each that is refused."""
         held.enter_context(ready())
         assert self._own is not None, "it is opened first"
         engine, version = self._own.engine, self._training.engine.version
@@ -262,7 +266,7 @@ def _one_failed(peers: Collective, error: Exception | None) -> bool:
 
 
 def _attempt(do: Callable[[], Sequence[Output]]) -> tuple[Sequence[Output], Exception | None]:
-    """Return what comes of a part of a slice, or the error; raise one that says that ranks have parted."""
+    """Return what comes of a part of a slice, or its error; raise one that says that a connection has ended."""
     try:
         return do(), None
     except (PeerFailedError, MembershipLostError):

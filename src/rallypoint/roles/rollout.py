@@ -50,14 +50,14 @@ class RolloutWorker(RolloutRank):
         self._spec, self._context, self.shares_actor = spec, context, shares_actor
         connection, self._actor = StreamConnection(context, spec), ActorParts.find(context)
         self._problem: str | None = None
-        self._until, self._sampling = contextlib.ExitStack(), contextlib.ExitStack()
+        self._at_exit, self._while_sampling = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_sampling = False
         self._shard: ModelShard | None = None
         self._server: VLLMEngine | None = None
         """Engine whose server, another process, holds the model; None if this process holds it."""
         sharing = ServerRanks.meet(context, spec) if config.rollout.engine == "vllm" else None
         if sharing is not None:
-            self._server = start_server(spec, context, sharing.devices, self._until)
+            self._server = start_server(spec, context, sharing.devices, self._at_exit)
             self._engine: GenerationEngine = self._server
             self._replica = ServerReplica(connection, context, self._server, self._actor)
         else:
@@ -65,8 +65,8 @@ class RolloutWorker(RolloutRank):
             self._engine = make_engine(config, self._shard.model, spec.stop_decoder())
             self._replica = ModelReplica(connection, context, self._shard, self._actor)
         self._engine.sleep()
-        self._training = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh, sharing)
-        self._guests = GuestEngine(self._training, context)
+        self._rank_engine = RankEngine(self._engine, context.tick, self._shard and self._shard.mesh, sharing)
+        self._guests = GuestEngine(self._rank_engine, context)
 
     def _own_model(self, context: WorkerContext, spec: WorkerSpec) -> ModelShard:
         if not self.shares_actor:
@@ -80,7 +80,7 @@ class RolloutWorker(RolloutRank):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._until.close()
+        self._at_exit.close()
 
     def advance(self, asked: SliceRequest) -> SliceResult:
         """Start new requests, cancel others, then sample for a time slice, a shorter one if a request ends.
@@ -91,7 +91,7 @@ class RolloutWorker(RolloutRank):
             WeightsMismatchError: this rank does not hold the expected version of the weights.
             RallyError: a request failed for a reason other than its engine or its logits.
         """
-        with self._training.together(), contextlib.ExitStack() as if_it_fails:
+        with self._rank_engine.together(), contextlib.ExitStack() as if_it_fails:
             if not asked.new and not self._engine.has_work:
                 return SliceResult()
             self.check_whole()
@@ -101,12 +101,12 @@ class RolloutWorker(RolloutRank):
                 )
             if_it_fails.callback(self.forget)
             if not self._is_sampling:
-                self._sampling.enter_context(self.lease.held(doing="sample"))
-                self._sampling.callback(self._engine.sleep)
+                self._while_sampling.enter_context(self.lease.held(doing="sample"))
+                self._while_sampling.callback(self._engine.sleep)
                 self._engine.wake()
                 self._is_sampling = True
-            refused = self._training.take(asked)
-            done = self._training.sample(until_one_ends=True, num_steps=asked.num_steps)
+            refused = self._rank_engine.take(asked)
+            done = self._rank_engine.sample(until_one_ends=True, num_steps=asked.num_steps)
             done = dataclasses.replace(done, outputs=(*refused, *done.outputs))
             for error in (output.error for output in done.outputs):
                 if error is not None and not isinstance(error, GenerationError | NotFiniteError | RequestError):
@@ -120,20 +120,20 @@ class RolloutWorker(RolloutRank):
     def _stop(self) -> None:
         """Put the engine to sleep, so that other roles of this process get the memory."""
         self._is_sampling = False
-        self._sampling.close()
+        self._while_sampling.close()
 
     @broadcast
     def forget(self) -> None:
-        """Cancel all requests of training."""
+        """Cancel all requests but those of guests."""
         self._stop()
-        self._training.clear()
+        self._rank_engine.clear()
 
     @collect
     def open_guests(self, max_rows: int) -> int:
-        """Prepare for persons; return the most tokens that prompt and response may have together.
+        """Make the engine for guests (see `GuestEngine`); return the most tokens of prompt and response together.
 
         Args:
-            max_rows: requests of persons that run at once.
+            max_rows: requests of guests that run at once.
         """
         config, decode, shard = self._spec.config, self._spec.decoder(), self._shard
 
@@ -145,13 +145,13 @@ class RolloutWorker(RolloutRank):
 
     @scatter
     def advance_guests(self, asked: SliceRequest) -> list[Output]:
-        """Do as `advance` for persons; it changes neither what training samples nor how much memory it finds."""
+        """Do as `advance` for guests; training samples the same as without them, and finds as much memory."""
         return self._guests.advance(asked, self._ready_for_guests)
 
     @contextlib.contextmanager
     def _ready_for_guests(self) -> Iterator[None]:
         with self.lease.held(doing="advance_guests"):
-            assert not self._is_sampling, "training samples: persons wait"
+            assert not self._is_sampling, "guests wait while training samples"
             self.check_whole()
             yield
 
@@ -169,7 +169,7 @@ class RolloutWorker(RolloutRank):
             WeightsMismatchError: the last load has failed.
         """
         if self._problem is not None:
-            raise WeightsMismatchError(f"{self._problem}, so that nothing is sampled until another one has been")
+            raise WeightsMismatchError(f"{self._problem}: nothing is sampled until another version has been")
 
     @broadcast
     def connect(self, stream: Stream, plan: TransferPlan) -> None:
@@ -254,22 +254,22 @@ class Rollouts:
 
     @property
     def _may_ask_actor(self) -> bool:
-        """Whether the actor has memory to write its weights: not where it shares processes with ranks that sample."""
-        is_free = not self._sampling - self._lacking  # who lacks weights gives the memory back after each slice
+        """Whether the actor has the memory to write its weights: not while a rank samples in one of its processes."""
+        is_free = not self._sampling - self._lacking  # a rank that lacks weights gives the memory back after a slice
         return is_free or not self.publisher or not any(one in self.processes for one in self.publisher.processes)
 
     async def until_whole(self, ranks: Iterable[int]) -> None:
-        """Wait while one of these lacks weights that the actor does not have any more, as it trains newer ones."""
+        """If one of these ranks lacks its weights while the actor trains newer ones, wait for these to be published."""
         if self.publisher is not None and self._lacking.intersection(ranks):
             await self.publisher.is_published.wait()
 
     async def forget(self) -> None:
-        """Have all ranks drop what they sample for training and sessions."""
+        """Have all ranks cancel their requests, but those of guests."""
         await self._group.call(RolloutWorker.forget)
         self._sampling.clear()
 
     async def refill(self, rank: int) -> None:
-        """Give a rank that was made anew the weights of the others, unless newer ones are on their way to all."""
+        """Give a rank that was made anew the weights of the others, unless the actor trains newer ones for all."""
         self._sampling.discard(rank)
         if self._max_guest_rows is not None:
             sharing = self._group.mesh.sharing(rank)
@@ -278,7 +278,7 @@ class Rollouts:
         await self._give_folder()
 
     async def _give_folder(self) -> None:
-        """Have the actor write its weights for ranks that lack them, unless it trains newer ones, which come to all."""
+        """Have the actor write its weights for ranks that lack them, unless it trains newer ones for all."""
         if isinstance(self.transport, Stream):  # it may connect to a process that was lost
             self.transport.is_open = self.transport.is_refused = False
         async with self._giving:
@@ -294,12 +294,12 @@ class Rollouts:
             published_folder.remove_others(written)  # a server that is started again reads it, too
 
     async def open_guests(self, max_rows: int) -> int:
-        """Prepare for persons, `max_rows` at once on each rank; return the most tokens of prompt and response."""
+        """Make an engine for guests on each rank, for `max_rows` at once; return the most tokens of a request."""
         self._max_guest_rows = max_rows
         return min(await self._group.call(RolloutWorker.open_guests, max_rows))
 
     async def advance_guests(self, asked: Sequence[SliceRequest]) -> Sequence[Sequence[Output]]:
-        """Have all ranks sample for persons for a slice."""
+        """Have all ranks sample for guests for a slice."""
         mesh = self._group.mesh
         each = [asked[mesh.part(rank)] for rank in range(mesh.size)]
         return (await self._group.call(RolloutWorker.advance_guests, each))[:: mesh.size // mesh.num_parts]

@@ -160,7 +160,7 @@ def _for_sglang(ids: list[int], top_k: int) -> dict[str, Any]:
 
 
 def _from_sglang(answer: Any) -> list[dict[int, float]]:
-    """Return logprobs by id of each place, likewise."""
+    """Return the logprobs of tokens at each position, by id."""
     own = cast("list[list[Any]]", answer["meta_info"]["input_token_logprobs"])
     tops = cast("list[list[list[Any]] | None]", answer["meta_info"].get("input_top_logprobs") or [None] * len(own))
     return [

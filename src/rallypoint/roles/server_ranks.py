@@ -153,14 +153,14 @@ class ServerFollower(LeaseHolder):
 
     @collect
     def open_guests(self, max_rows: int) -> int:
-        """Take part in what persons ask for."""
+        """Take part in requests of guests, which the first rank has."""
         del max_rows
         return self._max_tokens
 
     @scatter
     @with_lease()
     def advance_guests(self, asked: object) -> list[object]:
-        """Hold the memory while the server samples for persons."""
+        """Hold the memory while the server samples for guests."""
         del asked
         self._ranks.follow()
         return []

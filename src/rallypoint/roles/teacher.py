@@ -1,6 +1,6 @@
 """The models that judge every token of a student's rollouts; each may be larger than the student, none is trained.
 
-A teacher may read what its student does not: a hint behind each prompt, made of the example's ground truth, or of what
+A teacher may read what its student does not: a hint after each prompt, made of the example's ground truth, or of what
 the reward function says of the student's answer. Then rows have prompts of other tokens, and there is a way back to the
 tokens of the student. A prompt (1 2) was answered with 7 8; with a hint it is 1 2 5 6 9:
 
@@ -109,7 +109,7 @@ Split: TypeAlias = Literal["train", "validation"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Questions:
-    """Prompts that are answered, and what teachers read behind them."""
+    """Prompts that are answered, and what teachers read after them."""
 
     prompts: EncodedPrompts | StreamedPrompts
     hints: Hints | None
@@ -227,14 +227,14 @@ class Teachers(FrozenModel[TeacherWorker]):
 
 
 _MOST_CUTS = 4
-"""Attempts to cut a text by its tokens: what stands before a cut may be other tokens without what stood behind."""
+"""Attempts to cut a text by its tokens: without the rest of the text, what stands before a cut may be other tokens."""
 _CHARACTERS_PER_TOKEN = 1000
 """More than any token has."""
 
 
 @dataclasses.dataclass(slots=True)
 class Hints:
-    """What stands behind the prompts of a run, and how it becomes tokens."""
+    """The hints after the prompts of a run, and how they become tokens."""
 
     hint: str
     """Text with `{ground_truth}`, of the example, or `{feedback}`, of the reward function on a response, or both."""
@@ -251,7 +251,7 @@ class Hints:
     def of(
         cls, hint: str, train: EncodedPrompts, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
     ) -> Hints:
-        """Write a hint behind the last message of every prompt, if it is the same for all responses.
+        """Write a hint after the last message of every prompt, if it is the same for all responses.
 
         Raises:
             DataError: some are longer than they may be, or have text that the tokenizer does not know.
@@ -263,7 +263,7 @@ class Hints:
         try:
             encoded = encode_prompts(tokenizer, hinted, max_prompt_tokens=max_prompt_tokens)
         except DataError as error:
-            raise DataError(f"with teacher.hint behind each prompt: {error}") from error
+            raise DataError(f"with teacher.hint after each prompt: {error}") from error
         return dataclasses.replace(hints, token_ids=encoded.token_ids)
 
     def prompts(self, examples: Sequence[int], feedback: Sequence[str]) -> list[Sequence[int] | None]:

@@ -58,7 +58,7 @@ class MetricsLog:
                 self._file, self._unwritten = None, b"".join(lines)
             case event if isinstance(event, Measured):
                 if taken := sorted({STEP, TIME, NOT_FINITE} & event.metrics.keys()):
-                    raise ValueError(f"{taken[0]!r} is no name for a metric: every line already has one")
+                    raise ValueError(f"{taken[0]!r} is not allowed as a metric: every line has that field")
                 time_s = round(self._before_s + entry.time_s - self._began_s, 3)
                 self._unwritten += _encode({STEP: event.step, TIME: time_s, **event.metrics}).encode()
             case _:

@@ -112,7 +112,7 @@ class RecordedSchedule:
         return [one.version for last, one in before if isinstance(one, WeightsLoaded) and not isinstance(last, Resumed)]
 
     def why_not_with(self, here: Origin) -> str | None:
-        """Return why no one run can do what this one has done and then go on as it does here; None if it can."""
+        """Return why a single run cannot repeat this one and then go on with this config; None if it can."""
         found = [each for origin in self.origins for each in here.differences(origin, "was")]
         return f"goes on with {listed(list(dict.fromkeys(found)))}" if found else None
 

@@ -4,8 +4,8 @@ A resumed run is compared with the record of the checkpoint that it continues fr
 
 - refused: changes after which the weights so far would be those of another run;
 - accepted and reported, weights differ from now on: everything on no list, such as a learning rate;
-- accepted and reported, weights are equal up to rounding: changes of who computes what. Over-sampled, or
-  sampled ahead, they differ: who computes what decides which rollouts end first, or how old they are;
+- accepted and reported, weights are equal up to rounding: changes of who computes what. With over-sampling, or
+  sampling ahead, weights differ, since that decides which rollouts end first, or how old they are;
 - accepted: changes that no bit of the weights depends on. `resume.yaml` has these lists, by key or section.
 
 Without a checkpoint, everything may change.

@@ -222,7 +222,7 @@ def as_entries(turn: TurnInWords) -> dict[str, object]:
 
 
 def in_words(example: Example) -> str:
-    """Return a prompt as text: its message, or each of several behind its role."""
+    """Return a prompt as text: its message, or each of several after its role."""
     if len(example.prompt) == 1:
         return example.prompt[0].content
     return "\n".join(f"{message.role}: {whole_text(message.fields)}" for message in example.prompt)

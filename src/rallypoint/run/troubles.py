@@ -56,7 +56,7 @@ _PHASES = {
 """Phase of a step -> what to do if it takes most of the time."""
 _WASTES = {
     "done again": (0.1, "lower checkpoint.every_steps, and see what ended the starts: rally logs RUN --errors"),
-    "replaced": (0.3, "easier prompts, harder if they are solved: most groups teach nothing"),
+    "replaced": (0.3, "easier prompts, or harder ones if most are solved: most groups teach nothing"),
     "given up": (0.3, "lower rollout.over_sampling"),
     "stale": (0.2, "lower rollout.max_staleness, or widen the bounds of correction"),
     "samplers waited": (0.25, "set rollout.over_sampling or rollout.max_staleness, so that no rank waits"),

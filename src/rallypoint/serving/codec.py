@@ -95,7 +95,7 @@ class Codec:
         if num_characters > max_characters(self._longest_token, max_tokens):
             raise EndpointError(
                 400,
-                f"the prompt has {num_characters} characters, which is far too much: prompt and answer may have "
+                f"the prompt has {num_characters} characters, which is far too long: prompt and answer may have "
                 f"{max_tokens} tokens together",
                 param=param,
                 code="context_length_exceeded",

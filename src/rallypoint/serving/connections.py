@@ -48,7 +48,7 @@ class Complaints(logging.Handler):
     """
 
     def __init__(self, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Write lines by `say`, whose own failures, as of a full disk, are nobody's concern here."""
+        """Write lines by `say`; what it raises, as for a full disk, is ignored."""
         super().__init__(logging.WARNING)
         self._say, self._clock = say, clock
         self._counts: collections.Counter[str] = collections.Counter()
@@ -255,8 +255,8 @@ class HttpConnection(H11Protocol):
         self.look()
 
     def send_400_response(self, msg: str) -> None:
-        """Say that what came is no HTTP, unless an answer is being written, and close."""
-        self._room.complain("what is no HTTP came over a connection, which is closed")
+        """Say that what came is not HTTP, unless an answer is being written, and close."""
+        self._room.complain("what is not HTTP came over a connection, which is closed")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(refusal(400, msg))
         self.transport.close()

@@ -187,7 +187,7 @@ def _tools(tools: object) -> list[dict[str, object]]:
     """Return tools as chat has them.
 
     Raises:
-        EndpointError: one is no function.
+        EndpointError: one is not a function.
     """
     if not isinstance(tools, list):
         raise refused({"tools": "tools: expected a list"})

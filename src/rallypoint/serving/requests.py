@@ -336,12 +336,12 @@ def read_request(kind: type[RequestT], body: bytes) -> RequestT:
     """Return what the body of a request asks for.
 
     Raises:
-        EndpointError: it is no JSON object, or fields are unknown, out of range or not supported; all are named.
+        EndpointError: it is not a JSON object, or fields are unknown, out of range or not supported; all are named.
     """
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise EndpointError(400, f"the body is no JSON in UTF-8: {error}") from None
+        raise EndpointError(400, f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(fields, dict):
         raise EndpointError(400, f"the body is a JSON {type(fields).__name__}, expected an object")
     try:

@@ -84,7 +84,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 class About:
-    """A context in which an error that is no ConformanceError gets a note that names the batch."""
+    """A context in which an error that is not a ConformanceError gets a note that names the batch."""
 
     def __init__(self, name: str) -> None:
         """Take the name of the batch."""

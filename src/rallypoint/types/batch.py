@@ -160,7 +160,7 @@ class PolicySequences(Sequences):
 
     experts: Tensor | None = per_token(optional=True, columns=True, fill=True)
     """[T, bytes] uint8: experts that the sampler chose for the token before each, in every layer of a mixture, see
-    `rallypoint.models.kinds.router_replay`; zeros where it is up to the policy. None where all of it is."""
+    `rallypoint.models.kinds.router_replay`; zeros where the policy chooses itself. None if it does so everywhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -285,7 +285,7 @@ class ActorBatch(PolicySequences):
     """[T] float32: entropy, in nats, of the distribution that each token was drawn from, in the update's first pass;
     NaN in rows that it left out. None before the update."""
 
-    def passed(self, ranks: Sequence[FirstPass]) -> Self:
+    def with_first_pass(self, ranks: Sequence[FirstPass]) -> Self:
         """Return the batch with what the update's first pass computed, also as old_logprobs if it has none."""
         found = torch.where(self.loss_mask, math.nan, 0.0).repeat(2, 1)
         for rank in ranks:
@@ -296,7 +296,7 @@ class ActorBatch(PolicySequences):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FirstPass(Carrier):
-    """What a rank computed in its first pass over the trained tokens of an update: a row of T tokens in any order."""
+    """What a rank computed in the first pass of an update over trained tokens: one row of T tokens, in any order."""
 
     places: Tensor = per_token()
     """[T] int64, see `ActorBatch`."""

@@ -152,7 +152,7 @@ class Carrier:
         return dataclasses.replace(self, **picked)
 
     def padded(self, length: int) -> Self:
-        """Return the rows with zeros (False) behind each of them, all of one length: [B * length] tokens.
+        """Return the rows with zeros (False) after each of them, all of one length: [B * length] tokens.
 
         Training packs; this is for the other side of the parity table, see `TrainingEngine`.
 
@@ -201,7 +201,7 @@ class Carrier:
     def __reduce__(self) -> tuple[Any, ...]:
         # Tensors travel as numpy arrays: the object store then reads and writes them without a copy, and
         # thirty times faster than torch's own pickling. `contiguous` because a view would ship the whole
-        # storage behind it.
+        # storage after it.
         state = {
             f.name: value.contiguous().numpy() if isinstance(value := getattr(self, f.name), Tensor) else value
             for f in dataclasses.fields(self)

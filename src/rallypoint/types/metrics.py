@@ -81,11 +81,11 @@ class Last:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtMaximum:
-    """A fact about where another number is largest, such as the id of the worst token."""
+    """A number that belongs to the largest of others, such as the id of the token with the largest gap."""
 
     scalar: float
     of: float
-    """The number that is compared."""
+    """The other number, which is compared."""
 
     def merge(self, other: AtMaximum) -> AtMaximum:
         """Keep that of the larger number, the first of equals; NaN counts as largest, as for `Maximum`."""

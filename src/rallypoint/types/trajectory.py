@@ -55,9 +55,9 @@ class Turn:
     sampled_logprobs: tuple[float, ...]
     """Log-probabilities of the response by the distribution that was drawn from."""
     experts: bytes = b""
-    """Experts that chose each token of the response, see `PolicySequences.experts`; empty if they were not recorded."""
+    """Experts of the pass that sampled each token, see `PolicySequences.experts`; empty if they were not recorded."""
     prompt_experts: bytes = b""
-    """Those of each token of the prompt."""
+    """Experts of the pass that predicted each token of the prompt."""
     version: int
     """Version of the oldest weights that sampled a token of the response."""
     spans: tuple[tuple[int, int], ...] = ()
@@ -93,7 +93,7 @@ class Trajectory:
     num_tool_calls: int = 0
     """Calls of tools that the policy made, also those that could not be read."""
     num_tool_errors: int = 0
-    """Those of them that could not be read, or whose tool failed."""
+    """Calls among them that could not be read, or whose tool failed."""
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:

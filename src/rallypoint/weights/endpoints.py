@@ -27,14 +27,14 @@ from rallypoint.weights.manifest import (
     HEADER_BYTES,
     Bucket,
     Manifest,
-    Place,
+    Position,
     Rectangle,
 )
 
 Runs: TypeAlias = Sequence[npt.NDArray[np.uint8]]
 """Bytes of each rectangle of a bucket, in order, on the host."""
 
-_PLACE = struct.Struct("<QQ")
+_IDENTITY = struct.Struct("<QQ")
 """Version, and index of the bucket."""
 
 
@@ -133,7 +133,7 @@ class Receiver:
         for rectangle in self._manifest.buckets[index].rectangles:
             run, target = source.run(rectangle), self._bytes.run(rectangle, rectangle.target)
             if run is None or target is None:
-                self._place(rectangle, source.part(rectangle))
+                self._copy(rectangle, source.part(rectangle))
             else:
                 target[:] = run
         self._missing.discard(index)
@@ -155,7 +155,7 @@ class Receiver:
         is_damaged = (checksums != _sums(bucket, here)).any(1)
         self._unread.append((index, torch.cat([words, is_damaged.long()])))
         for rectangle in bucket.rectangles:
-            self._place(rectangle, rectangle.view(here))
+            self._copy(rectangle, rectangle.view(here))
         self._missing.discard(index)
 
     def finish(self) -> None:
@@ -176,7 +176,7 @@ class Receiver:
         bucket = self._manifest.buckets[index]
         runs = _runs(bucket, memory) if in_place is None else in_place
         header = memory[:HEADER_BYTES].numpy().data
-        if not self._is_expected(index, *_PLACE.unpack_from(header)):
+        if not self._is_expected(index, *_IDENTITY.unpack_from(header)):
             return
         checksums = header[CHECKSUMS_START:].tobytes()
         for number, (rectangle, run) in enumerate(zip(bucket.rectangles, runs, strict=True)):
@@ -187,12 +187,12 @@ class Receiver:
             target = self._bytes.run(rectangle, rectangle.target)
             if target is None:
                 own = rectangle.view(memory) if in_place is None else rectangle.shaped(torch.from_numpy(run.copy()))
-                self._place(rectangle, own)
+                self._copy(rectangle, own)
             else:
                 target[:] = run
         self._missing.discard(index)
 
-    def _place(self, rectangle: Rectangle, part: Tensor) -> None:
+    def _copy(self, rectangle: Rectangle, part: Tensor) -> None:
         self._into[rectangle.name].detach()[rectangle.target.index].copy_(part)
 
     def _read(self) -> None:
@@ -202,17 +202,17 @@ class Receiver:
             return
         found = iter(torch.cat([flags for _, flags in unread]).tolist())
         for index, flags in unread:
-            version, place, *damaged = (next(found) for _ in range(len(flags)))
-            if self._is_expected(index, version, place):
+            version, number, *damaged = (next(found) for _ in range(len(flags)))
+            if self._is_expected(index, version, number):
                 for rectangle, is_damaged in zip(self._manifest.buckets[index].rectangles, damaged, strict=True):
                     if is_damaged:
                         self._refuse_damaged(rectangle)
 
-    def _is_expected(self, index: int, version: int, place: int) -> bool:
+    def _is_expected(self, index: int, version: int, number: int) -> bool:
         """Compare the header of a bucket with what is expected."""
-        if (version, place) == (self._version, index):
+        if (version, number) == (self._version, index):
             return True
-        self._refuse(f"expected bucket {index} of version {self._version}, found bucket {place} of {version}")
+        self._refuse(f"expected bucket {index} of version {self._version}, found bucket {number} of {version}")
         return False
 
     def _refuse_damaged(self, rectangle: Rectangle) -> None:
@@ -229,7 +229,7 @@ class _Bytes:
         self._tensors = tensors
         self._flat: dict[str, npt.NDArray[np.uint8] | None] = {}
 
-    def run(self, rectangle: Rectangle, place: Place) -> npt.NDArray[np.uint8] | None:
+    def run(self, rectangle: Rectangle, place: Position) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of a rectangle; None unless they lie end to end on the host, in its type."""
         if place.run is None:
             return None
@@ -249,7 +249,7 @@ class _Bytes:
 def seal(memory: Tensor, index: int, version: int, runs: Runs) -> None:
     """Write the header of a bucket on the host: version, index, and the xxh3_128 of each rectangle."""
     header = memory.numpy().data
-    _PLACE.pack_into(header, 0, version, index)
+    _IDENTITY.pack_into(header, 0, version, index)
     checksums = b"".join(xxhash.xxh3_128_digest(run.data) for run in runs)
     header[CHECKSUMS_START : CHECKSUMS_START + len(checksums)] = checksums
 

@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Position of a rectangle in a tensor."""
 
     index: tuple[slice, ...]
@@ -58,11 +58,11 @@ class Place:
     """Its bytes in the contiguous tensor; None if they do not lie end to end."""
 
     @classmethod
-    def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Place:
+    def of(cls, part: Part, outer: Part, dtype: torch.dtype) -> Position:
         """Find a part in the tensor of a larger one.
 
-        >>> Place.of(Part.whole([6, 4]).rows(3, 5), Part.whole([6, 4]), torch.float32)
-        Place(index=(slice(3, 5, None), slice(0, 4, None)), run=slice(48, 80, None))
+        >>> Position.of(Part.whole([6, 4]).rows(3, 5), Part.whole([6, 4]), torch.float32)
+        Position(index=(slice(3, 5, None), slice(0, 4, None)), run=slice(48, 80, None))
         """
         run = part.run_within(outer)
         in_bytes = None if run is None else slice(run.start * dtype.itemsize, run.stop * dtype.itemsize)
@@ -81,9 +81,9 @@ class Rectangle:
     """First byte in the bucket."""
     stop: int
     """The byte after its last one."""
-    source: Place
+    source: Position
     """Its position in the part that the sender holds."""
-    target: Place
+    target: Position
     """Its position in the whole tensor."""
 
     def view(self, memory: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _packed(held: Mapping[str, Held], bucket_bytes: int) -> Iterator[tuple[Recta
             if rectangles and (end + num_bytes > bucket_bytes or len(rectangles) == _MAX_RECTANGLES):
                 yield tuple(rectangles)
                 rectangles, end = [], HEADER_BYTES
-            places = [Place.of(part, outer, one.dtype) for outer in (one.part, Part.whole(part.shape))]
+            places = [Position.of(part, outer, one.dtype) for outer in (one.part, Part.whole(part.shape))]
             rectangles.append(Rectangle(name, one.dtype, part, end, end + num_bytes, *places))
             end = _aligned(end + num_bytes)
     if rectangles:

@@ -21,7 +21,7 @@ from rallypoint.weights.transfer import Participant, TransferPlan
 ResultT = TypeVar("ResultT")
 
 
-def relayed(plan: TransferPlan, rank: int, num_parts: int) -> TransferPlan:
+def relayed(plan: TransferPlan, rank: int, num_workers: int) -> TransferPlan:
     """Return the transfer within a node by which a rank's process passes on what it receives.
 
     It waits half as long for the server's workers as other ranks wait for it: these do not hang with a server.
@@ -29,9 +29,9 @@ def relayed(plan: TransferPlan, rank: int, num_parts: int) -> TransferPlan:
     Args:
         plan: of the transfer across nodes.
         rank: of the rollout role.
-        num_parts: workers of its server.
+        num_workers: workers of its server.
     """
-    members = (Participant(RELAY, rank), *(Participant(None, rank, part) for part in range(num_parts)))
+    members = (Participant(RELAY, rank), *(Participant(None, rank, worker) for worker in range(num_workers)))
     return TransferPlan(f"{plan.name} of {rank}", members, plan.manifest.relayed(), plan.timeout_s / 2)
 
 

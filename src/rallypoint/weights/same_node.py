@@ -35,8 +35,8 @@ from rallypoint.weights.sockets import Listener, Peer, closing_descriptors, conn
 from rallypoint.weights.transfer import TransferPlan, naming_absentees
 
 NUM_HEADERS = 3
-"""Headers that a sender has memory for where rectangles are read in place: a sender that is no further ahead leaves the
-rectangles that it has just checked in the cache."""
+"""Headers that a sender has memory for where rectangles are read in place. With few of them it is only so far ahead of
+receivers that the rectangles it has just summed are still in the cache."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class SameNodeTransport:
             tick()
 
     def received(self, sink: Sink, source: Sender | None = None) -> Iterator[None]:
-        """Hand every bucket to the sink; after each, whoever asks for the next may do something with it."""
+        """Hand every bucket to the sink, and yield after each, so that the caller can use it at once."""
         for index, bucket in enumerate(self._plan.manifest.buckets):
             if source is not None and bucket.sender == self._rank:
                 sink.take(index, source)
@@ -210,7 +210,7 @@ def join(
     me, names = plan.members[place], [member.name for member in plan.members]
     with contextlib.ExitStack() as unless_joined:
         with Listener() as listener:
-            addresses = met(rendezvous, plan, place, listener.address)
+            addresses = meet_members(rendezvous, plan, place, listener.address)
             senders = _senders(plan, place, addresses, unless_joined) if place in plan.receivers else {}
             others = [other for other in plan.receivers if other != place] if me.sender is not None else []
             receivers = listener.accept(names, others, plan.timeout_s)
@@ -221,7 +221,7 @@ def join(
     return SameNodeTransport(plan, place, outlet, inlets)
 
 
-def met(
+def meet_members(
     rendezvous: Rendezvous, plan: TransferPlan, place: int, address: bytes = b"", given_up: Event | None = None
 ) -> list[bytes]:
     """Meet the other members, and return where each of them listens, by place.
@@ -251,7 +251,7 @@ def met(
 def join_as_receiver(
     plan: TransferPlan, place: int, addresses: Sequence[bytes], buffers: Sequence[Buffers]
 ) -> SameNodeTransport:
-    """Join as a member that only receives, from a process without a rendezvous: another one `met` the members for it.
+    """Join as a member that only receives, from a process without a rendezvous: another one has met the members for it.
 
     Args:
         plan: the members and the manifest.
@@ -284,7 +284,7 @@ def relay(plan: TransferPlan, listener: Listener, buffers: Sequence[Buffers], ti
 
 
 def leave_out(plan: TransferPlan, places: Sequence[int], addresses: Sequence[bytes]) -> None:
-    """Tell senders that receivers will not come, who otherwise would wait: their connections end at once."""
+    """Tell senders that some receivers will not come, so that they do not wait: these connections end at once."""
     for place in places:
         with contextlib.ExitStack() as at_once, contextlib.suppress(PeerFailedError):
             _senders(plan, place, addresses, at_once)

@@ -36,7 +36,7 @@ class Invitation:
     places: Sequence[int]
     """Indices of the workers among the members."""
     addresses: Sequence[bytes]
-    """Where members listen; see `same_node.met`."""
+    """Where members listen; see `same_node.meet_members`."""
     pieces: Mapping[str, Sequence[Piece]]
     """Name of a weight -> the tensors that it consists of in files, which is what a server loads."""
 

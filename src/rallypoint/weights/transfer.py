@@ -16,23 +16,23 @@ class Participant:
 
     >>> Participant(0, None).name, Participant(None, 3).name, Participant(1, 1).name
     ('actor rank 0', 'rollout rank 3', 'actor rank 1 and rollout rank 1')
-    >>> Participant(None, 3, part=1).name
-    "part 1 of rollout rank 3's server"
+    >>> Participant(None, 3, worker=1).name
+    "worker 1 of rollout rank 3's server"
     """
 
     sender: int | None
     """Rank of the actor whose buckets it sends, if any; `RELAY` if it passes on what all of them send."""
     receiver: int | None
     """Rank of the rollout role whose model it fills, if any."""
-    part: int | None = None
+    worker: int | None = None
     """Number of a worker of that rank's server, which has the model in a process of its own; None: this process is the
     rank's."""
 
     @property
     def name(self) -> str:
         """Name for error messages."""
-        if self.part is not None:
-            return f"part {self.part} of rollout rank {self.receiver}'s server"
+        if self.worker is not None:
+            return f"worker {self.worker} of rollout rank {self.receiver}'s server"
         roles = [("actor", None if self.sender == RELAY else self.sender), ("rollout", self.receiver)]
         return " and ".join(f"{role} rank {rank}" for role, rank in roles if rank is not None)
 
@@ -51,11 +51,11 @@ class TransferPlan:
     @property
     def receivers(self) -> tuple[int, ...]:
         """Indices of the members that have a model to fill: where ranks have servers, the workers of these."""
-        has_servers = any(member.part is not None for member in self.members)
+        has_servers = any(member.worker is not None for member in self.members)
         return tuple(
             place
             for place, member in enumerate(self.members)
-            if member.receiver is not None and (member.part is not None) == has_servers
+            if member.receiver is not None and (member.worker is not None) == has_servers
         )
 
     def place_of_sender(self, rank: int) -> int | None:

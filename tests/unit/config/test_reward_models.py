@@ -87,11 +87,11 @@ WRONG = {
     "a name twice": (
         "reward.function=null reward.functions=[{name: safe, function: exact}] "
         "reward.models=[{name: safe, path: scorer}]",
-        "reward.models[0].name='safe' is that of another; expected a name of its own",
+        "reward.models[0].name='safe' is also the name of another one; expected a different name",
     ),
     "the function's name": (
         "reward.models=[{name: function, path: scorer}]",
-        "reward.models[0].name='function' is that of another",
+        "reward.models[0].name='function' is also the name of another one",
     ),
     "another pool": ("reward.path=scorer reward.placement.pool=b", "reward.placement.pool='b' is not in cluster.pools"),
     "ranks": ("reward.path=scorer reward.mesh.tp=4", "reward.mesh: tp=4 makes 4 ranks, but the role has 2"),

@@ -99,7 +99,7 @@ def test_what_the_command_line_must_say_and_the_rewards_are_named_first(script):
     assert lost(found)[0] == "output_dir=f'runs/{args.name}'"
     assert tuple(found.as_yaml().splitlines()[1:3]) == (
         "# Not computed as theirs:",
-        "#   cannot be translated, since only the program says it:",
+        "#   cannot be translated: it is known only when the script runs:",
     )
 
 

@@ -735,7 +735,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
         f'{DATA} data.validation=[{{"path":"sub","weight":2}}]',
         ("data.validation has weights",),
     ),
-    "data: unknown file system": (f"{DATA} data.train=s4://a/b.jsonl", ("s4 is no file system that fsspec knows",)),
+    "data: unknown file system": (f"{DATA} data.train=s4://a/b.jsonl", ("s4 is not a file system that fsspec knows",)),
     "columns: unknown": (f"{DATA} data.columns.promt=q", ("did you mean data.columns.prompt?",)),
     "file: data of 0 bytes": (f"{DATA} data.train=zero.jsonl", ("zero.jsonl is empty (0 bytes)",)),
     "file: parquet of 0 bytes": (f"{DATA} data.train=zero.parquet", ("zero.parquet is empty (0 bytes)",)),

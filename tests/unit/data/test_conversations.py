@@ -102,7 +102,7 @@ def test_what_two_whole_conversations_begin_with_is_context(tmp_path):
         (
             "pairs",
             {"chosen": [ASKED, ANSWERED, ASKED, WRONG], "rejected": [ASKED, ANSWERED]},
-            "found nothing but what both begin with",
+            "found nothing after what both have in common",
         ),
         ("pairs", {"prompt": "2+2", "chosen": json.dumps([ANSWERED]), "rejected": "5"}, "found the same written as"),
     ],

@@ -174,7 +174,7 @@ def test_a_bad_row_is_named_by_file_line_and_column(tmp_path, changes, problem):
 BAD_LINES = [
     ("{", "train.jsonl, line 2: not valid JSON: Expecting property name"),
     ("[1, 2]", "train.jsonl, line 2: expected a JSON object, found a list of 2"),
-    ('{"prompt": "1", "ground_truth": NaN}', "train.jsonl, line 2: not valid JSON: NaN is no JSON number"),
+    ('{"prompt": "1", "ground_truth": NaN}', "train.jsonl, line 2: not valid JSON: NaN is not a JSON number"),
     ("{}", "train.jsonl, line 2: column 'prompt' is missing; found no column"),
     ("[" * 200_000, "train.jsonl, line 2: not valid JSON"),
 ]
@@ -268,7 +268,7 @@ def test_files_that_are_no_data_are_refused_with_a_remedy(tmp_path):
     problems = {
         "none": "none is a folder that holds no .parquet, .arrow, .jsonl or .csv file",
         "train.tsv": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found .tsv",
-        "train.json": "ends in .parquet, .arrow, .jsonl or .csv (write one JSON object a line), found .json",
+        "train.json": "ends in .parquet, .arrow, .jsonl or .csv (write one JSON object per line), found .json",
         "train.jsonl.gz": "ends in .parquet, .arrow, .jsonl or .csv (decompress it first), found .gz",
         "train": "expected a file that ends in .parquet, .arrow, .jsonl or .csv, found no ending",
         "link.jsonl": "link.jsonl is a link to gone.jsonl, which does not exist",

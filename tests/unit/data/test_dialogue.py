@@ -110,7 +110,7 @@ def test_templates_are_told_what_they_cannot_do():
         with pytest.raises(ModelError, match=told):
             asked.answered([7], ANSWER).continue_with(AGAIN)
     alternating = dialogue_with("gemma2")
-    with pytest.raises(ModelError, match=r"cannot continue behind an answer.*roles must alternate"):
+    with pytest.raises(ModelError, match=r"cannot continue after an answer.*roles must alternate"):
         alternating.answered([alternating.stop_tokens[0]], ANSWER).continue_with([*AGAIN, *AGAIN])
 
 

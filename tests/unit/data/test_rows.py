@@ -93,7 +93,7 @@ def test_a_template_that_does_not_end_a_turn_is_refused():
 def test_marks_that_leave_out_the_end_of_a_turn_are_refused():
     short = MARKED.replace("+ eos_token -}}{%- endgeneration -%}", "-}}{%- endgeneration -%}{{- eos_token -}}")
     assert short != MARKED
-    named = r"{% generation %} leaves out '<eos>', which ends a turn .*; put {% endgeneration %} behind it"
+    named = r"{% generation %} leaves out '<eos>', which ends a turn .*; put {% endgeneration %} after it"
     with pytest.raises(DataError, match=named):
         encoded(talk("31", "13"), template=short)
 

@@ -96,7 +96,7 @@ def test_a_template_shows_the_time_of_the_start_for_ever(tmp_path):
     assert hold_clock(begun) is None
     with pytest.raises(ModelError, match="strftime_now='soon': expected the time that the template shows"):
         complete_template(tokenizer_with(clock), "model", {"strftime_now": "soon"})
-    with pytest.raises(ModelError, match="asks for the time with a format that is no text in it"):
+    with pytest.raises(ModelError, match="asks for the time with a format that is not a literal"):
         hold_clock(tokenizer_with("{% set f = '%d' %}{{ strftime_now(f) }}" + CHATML))
 
 
@@ -137,10 +137,10 @@ REFUSED = {  # what a template says of messages that it has no place for
     ("deepseek-r1", TOOL): r"leaves out the text of message 2 \(tool\)",
 }
 NOT_TRAINED = {  # what is said of a conversation whose turns cannot be found, or would not end
-    "qwen3-2507-thinking": "written in another way when an answer is asked for",
-    "deepseek-r1": "written in another way when an answer is asked for",
+    "qwen3-2507-thinking": "written differently when an answer is asked for",
+    "deepseek-r1": "written differently when an answer is asked for",
     "glm4.5": "does not end a turn of the assistant with",
-    "gpt-oss": "'<|return|>' only if nothing follows, and message 1 has another one behind it",
+    "gpt-oss": "'<|return|>' only if nothing follows, and message 1 has another one after it",
 }
 
 

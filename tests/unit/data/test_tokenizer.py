@@ -136,7 +136,7 @@ def test_a_config_gives_a_base_model_its_template_and_its_end_which_are_saved_wi
 
 
 def test_what_cannot_be_changed_in_a_tokenizer_names_the_key(tmp_path):
-    with pytest.raises(ModelError, match=r"model.tokenizer.eos_token='<end>' is no token of .*"):
+    with pytest.raises(ModelError, match=r"model.tokenizer.eos_token='<end>' is not a token of .*"):
         changed(tmp_path, eos_token="<end>")
     with pytest.raises(ModelError, match=r"model.tokenizer.eos_token='<eoss>' .*did you mean '<eos>'"):
         changed(tmp_path, eos_token="<eoss>")

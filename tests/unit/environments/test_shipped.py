@@ -215,7 +215,7 @@ OF_TYPES = {
     "array": "[] [1] [[]]",
     "object": '{} {"a":1} {"a":{}}',
 }
-"""What JSON Schema (draft 2020-12, 6.1.1) counts to each type: 2.0 is an integer, true is no number."""
+"""What JSON Schema (draft 2020-12, 6.1.1) counts to each type: 2.0 is an integer, true is not a number."""
 VALUES = sorted({value for values in OF_TYPES.values() for value in values.split()})
 for kind, values in OF_TYPES.items():
     table("json_schema", *((value, {"type": kind}, int(value in values.split())) for value in VALUES))
@@ -350,7 +350,7 @@ def test_a_reward_that_ships_scores_as_its_table_says(name):
 
 BAD_TRUTHS = [
     ("gsm8k", {}, "none", "the ground truth has no number: 'none'"),
-    ("math", {}, "", "the ground truth is no mathematics"),
+    ("math", {}, "", "the ground truth cannot be read as mathematics"),
     ("multiple_choice", {}, "Paris", "expected a letter of ABCDEFGHIJ or its number, found 'Paris'"),
     ("code", {}, [], "the ground truth has no tests"),
     ("code", {}, {"inputs": ["1"], "outputs": []}, "expected as many outputs as inputs"),
@@ -371,7 +371,7 @@ def test_what_a_reward_that_ships_needs_is_said_before_anything_starts():
     assert check_reward_spec("regex") == "regex needs the parameter 'pattern': set reward.parameters={pattern: ...}"
     assert check_reward_spec("regex", {"pattern": "x"}) is None
     problem = (
-        "the pattern '<think>(.*</think>' is no regular expression: missing ), unterminated subpattern at position 7"
+        "the pattern '<think>(.*</think>' is not a regular expression: missing ), unterminated subpattern at position 7"
     )
     assert problem in str(check_reward_spec("regex", {"pattern": "<think>(.*</think>"}))
     assert "expected text for pattern, found 12; put it in quotes" in str(check_reward_spec("regex", {"pattern": 12}))

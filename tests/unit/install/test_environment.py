@@ -74,7 +74,7 @@ def test_a_build_for_another_device_replaces_what_is_there(environment, python, 
 
 
 def test_unknown_engines_and_devices_are_errors_that_name_the_known_ones(environment, python):
-    with pytest.raises(EngineError, match="'tgi' is no engine that is installed; expected vllm"):
+    with pytest.raises(EngineError, match="'tgi' is not an engine that can be installed; expected vllm"):
         Environment.of("tgi")
     with pytest.raises(EngineError, match="no build for device 'abacus'; choose --build cpu or --build cuda"):
         environment.make("abacus", python, say=print)

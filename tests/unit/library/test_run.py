@@ -45,7 +45,7 @@ def test_a_folder_that_is_not_there_is_told_from_one_that_is_of_no_run(tmp_path,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFolderError, match=rf"runs/mine: no such folder \(looked in {tmp_path}\)"):
         load_run("runs/mine")
-    with pytest.raises(RunFolderError, match=r"is no folder of a run: config\.yaml is missing"):
+    with pytest.raises(RunFolderError, match=r"is not the folder of a run: config\.yaml is missing"):
         load_run(tmp_path)
 
 

@@ -190,5 +190,8 @@ def test_a_pattern_that_wants_what_the_cue_has_opened_is_worried_about(checked, 
         return checked("sound", ROWS, *keys, "reward.function=null", f"reward.functions=[{exact}, {form}]").worries
 
     (said,) = worries("<think>.*</think>.*")
-    assert "the chat template's cue opens <think>, so that no response has it, and right answers score 1 w" in said
+    assert (
+        "the chat template opens <think> before the response, which therefore lacks it, and right answers score 1 w"
+        in said
+    )
     assert worries("(<think>)?.*</think>.*") == ()

@@ -142,7 +142,10 @@ def test_gdpo_takes_names_and_weights_of_the_rewards():
 
 REFUSED = [
     (["advantage.name=gdpo"], "advantage.name=gdpo normalises several rewards apart, and the run has 1"),
-    (["advantage.name=gdpo", "reward.function=null", TWO_REWARDS, "kl.placement=reward"], "takes the rewards apart"),
+    (
+        ["advantage.name=gdpo", "reward.function=null", TWO_REWARDS, "kl.placement=reward"],
+        "normalises each reward by itself",
+    ),
     (
         ["advantage.name=gdpo", "reward.function=null", TWO_REWARDS, "reward.overlong={}"],
         "reward.overlong has no effect",

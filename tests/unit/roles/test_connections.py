@@ -70,7 +70,7 @@ class Run:
         spec = SimpleNamespace(rendezvous=rendezvous, config=SimpleNamespace(cluster=SimpleNamespace(device="cpu")))
         self.connection = StreamConnection(context, spec)
         self.replica = ServerReplica(self.connection, context, self.server, None)
-        self.stream = Stream(BROADCAST, "xxh3", timeout_s, num_parts=2)
+        self.stream = Stream(BROADCAST, "xxh3", timeout_s, num_workers=2)
 
     def connect(self):
         plan = make_plan(self.stream, HELD, [object()], [object()])
@@ -138,7 +138,7 @@ def test_a_server_that_is_silent_in_the_middle_is_given_up(rendezvous):
         raise PublishError("publishing weights to vllm was given up")
 
     run.server.take = silent
-    with pytest.raises(PublishError, match="part 0 of rollout rank 0's server was silent for 2 s"):
+    with pytest.raises(PublishError, match="worker 0 of rollout rank 0's server was silent for 2 s"):
         run.publish(1)
     assert run.sent is None
 
@@ -219,7 +219,7 @@ def test_a_server_that_has_all_of_a_version_may_load_it_although_the_call_is_can
 
 def test_a_cancelled_connection_waits_no_longer_for_ranks_that_do_not_come(rendezvous, cancelled):
     run, begun = Run(rendezvous, timeout_s=600.0), threading.Event()
-    stream = Stream(MEMORY, "xxh3", 600.0, num_parts=2)
-    meet, run.connection.met = run.connection.met, lambda *given: (begun.set(), meet(*given))[1]
+    stream = Stream(MEMORY, "xxh3", 600.0, num_workers=2)
+    meet, run.connection.meet = run.connection.meet, lambda *given: (begun.set(), meet(*given))[1]
     plan = make_plan(stream, HELD, [object()], [object()])
     assert isinstance(cancelled(lambda: run.replica.connect(stream, plan), begun), CallCancelledError)

@@ -17,23 +17,23 @@ def measured(kl):
 
 def test_the_coefficient_rises_while_the_policy_is_too_far_and_falls_while_it_is_too_near():
     controller = KLController(FIRST, ADAPTIVE)
-    assert controller.adapted(measured(0.5), 50).scalars()["kl/coef"] == 0.1, "that of the step itself"
+    assert controller.adapt(measured(0.5), 50).scalars()["kl/coef"] == 0.1, "that of the step itself"
     assert controller.now.coef == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    controller.adapted(measured(0.049), 100)
+    controller.adapt(measured(0.049), 100)
     assert controller.now.coef == pytest.approx(0.11 * (1 - 0.02))
 
 
 @pytest.mark.parametrize("metrics", [Metrics(), measured(float("nan")), measured(float("inf"))])
 def test_what_was_not_measured_changes_nothing(metrics):
     controller = KLController(FIRST, ADAPTIVE)
-    controller.adapted(metrics, 50)
+    controller.adapt(metrics, 50)
     assert controller.now == FIRST
 
 
 @pytest.mark.parametrize(("kl", "adaptive"), [(None, None), (FIRST, None)])
 def test_without_a_target_it_is_fixed_and_neither_shown_nor_saved(tmp_path, kl, adaptive):
     controller = KLController(kl, adaptive)
-    assert "kl/coef" not in controller.adapted(measured(9.0), 50).scalars()
+    assert "kl/coef" not in controller.adapt(measured(9.0), 50).scalars()
     controller.save(tmp_path)
     assert controller.now == kl
     assert not list(tmp_path.iterdir())
@@ -42,7 +42,7 @@ def test_without_a_target_it_is_fixed_and_neither_shown_nor_saved(tmp_path, kl, 
 def test_a_checkpoint_gives_it_back_to_the_last_bit_unless_the_config_has_another_one(tmp_path):
     (tmp_path / "training").mkdir()
     before = KLController(FIRST, ADAPTIVE)
-    before.adapted(measured(0.0123), 37)
+    before.adapt(measured(0.0123), 37)
     before.save(tmp_path)
     again = KLController(FIRST, ADAPTIVE)
     again.restore(tmp_path)

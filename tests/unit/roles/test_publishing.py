@@ -59,7 +59,7 @@ def publish(stream, run, times=1):
 
 
 def served():
-    return Stream(MEMORY, "xxh3", 10.0, num_parts=1)
+    return Stream(MEMORY, "xxh3", 10.0, num_workers=1)
 
 
 def test_servers_are_connected_once_and_get_weights_from_memory(tmp_path):
@@ -86,11 +86,11 @@ def test_ranks_with_a_model_of_their_own_have_no_folder_to_fall_back_to(tmp_path
 
 def test_the_workers_of_servers_receive_and_processes_only_send():
     one, other, third = object(), object(), object()
-    plan = make_plan(Stream(MEMORY, "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    plan = make_plan(Stream(MEMORY, "xxh3", 10.0, num_workers=2), HELD * 2, [one, other], [one, third])
     names = [member.name for member in plan.members]
     assert names == [
         "actor rank 0 and rollout rank 0",
-        *(f"part {part} of rollout rank {rank}'s server" for rank in (0, 1) for part in (0, 1)),
+        *(f"worker {worker} of rollout rank {rank}'s server" for rank in (0, 1) for worker in (0, 1)),
     ]
     assert plan.receivers == (1, 2, 3, 4)
     assert [plan.places_of_receiver(rank) for rank in (0, 1)] == [(1, 2), (3, 4)]
@@ -100,12 +100,12 @@ def test_the_workers_of_servers_receive_and_processes_only_send():
 def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
     processes = [object() for _ in range(4)]
     held = [{f"w{rank}": next(iter(HELD[0].values()))} for rank in range(4)]
-    stream = Stream(MEMORY, "xxh3", 10.0, num_parts=2, num_sharing=2)
+    stream = Stream(MEMORY, "xxh3", 10.0, num_workers=2, num_sharing=2)
     plan = make_plan(stream, held, processes, processes)
     names = [member.name for member in plan.members]
     assert names == [
         *(f"actor rank {rank} and rollout rank {rank}" for rank in range(4)),
-        *(f"part {part} of rollout rank {rank}'s server" for rank in (0, 2) for part in (0, 1)),
+        *(f"worker {worker} of rollout rank {rank}'s server" for rank in (0, 2) for worker in (0, 1)),
     ]
     assert [plan.places_of_receiver(rank) for rank in range(4)] == [(4, 5), (), (6, 7), ()]
     assert [plan.place_of_process(rank) for rank in range(4)] == [0, 1, 2, 3]
@@ -113,12 +113,12 @@ def test_ranks_that_share_a_server_send_and_its_workers_receive_once():
 
 def test_processes_pass_on_to_their_servers_what_is_broadcast():
     one, other, third = object(), object(), object()
-    plan = make_plan(Stream(BROADCAST, "xxh3", 10.0, num_parts=2), HELD * 2, [one, other], [one, third])
+    plan = make_plan(Stream(BROADCAST, "xxh3", 10.0, num_workers=2), HELD * 2, [one, other], [one, third])
     assert [member.name for member in plan.members] == ["actor rank 0 and rollout rank 0", "rollout rank 1"]
-    own = relayed(plan, 1, num_parts=2)
+    own = relayed(plan, 1, num_workers=2)
     assert [member.name for member in own.members] == [
         "rollout rank 1",
-        *(f"part {part} of rollout rank 1's server" for part in (0, 1)),
+        *(f"worker {worker} of rollout rank 1's server" for worker in (0, 1)),
     ]
     assert own.receivers == (1, 2)
     assert [bucket.rectangles for bucket in own.manifest.buckets] == [
@@ -128,7 +128,7 @@ def test_processes_pass_on_to_their_servers_what_is_broadcast():
 
 def test_of_ranks_that_share_a_server_the_first_passes_on_and_others_send_what_they_have():
     processes, held = [object() for _ in range(4)], [{f"w{rank}": HELD[0]["a"]} for rank in range(3)]
-    stream = Stream(BROADCAST, "xxh3", 10.0, num_parts=2, num_sharing=2)
+    stream = Stream(BROADCAST, "xxh3", 10.0, num_workers=2, num_sharing=2)
     apart = make_plan(stream, held, [object() for _ in range(3)], processes)
     assert [(member.sender, member.receiver) for member in apart.members[3:]] == [(None, 0), (None, 2)]
     plan = make_plan(stream, held, processes, processes)

@@ -23,8 +23,8 @@ USER = {"role": "user", "content": "x"}
 
 
 REFUSED = {
-    "not JSON": (b"{", None, "no JSON"),
-    "not UTF-8": (b'{"prompt": "\xff"}', None, "no JSON in UTF-8"),
+    "not JSON": (b"{", None, "not JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', None, "not JSON in UTF-8"),
     "not an object": (b"[1]", None, "expected an object"),
     "nested": (b"[" * 50_000, None, "recursion"),
     "no messages": ({"messages": []}, "messages", "at least 1"),
@@ -52,7 +52,7 @@ REFUSED = {
     "huge integer": ({"messages": [USER], "seed": 10**30}, "seed", "less than"),
     "word": ({"messages": [USER], "temperature": "hot"}, "temperature", "number"),
     "truth": ({"messages": [USER], "n": True}, "n", "integer"),
-    "not a number": (b'{"messages": [], "temperature": NaN}', None, "no JSON"),
+    "not a number": (b'{"messages": [], "temperature": NaN}', None, "not JSON"),
     "tiny temperature": ({"messages": [USER], "temperature": 1e-30}, "temperature", "0 (greedy)"),
     "huge top_k": ({"messages": [USER], "top_k": 99999999999999999999}, "top_k", "less than or equal to 2147483647"),
     "top_k below all": ({"messages": [USER], "top_k": -2}, "top_k", "greater than or equal to -1"),
@@ -98,7 +98,7 @@ REFUSED = {
         "is given to every template already",
     ),
     "unknown": ({"messages": [USER], "temprature": 1}, "temprature", "no field"),
-    "surrogate": (b'{"messages": [], "\\udc00": 1}', None, "no JSON"),
+    "surrogate": (b'{"messages": [], "\\udc00": 1}', None, "not JSON"),
 }
 
 
@@ -192,7 +192,7 @@ def test_a_text_far_longer_than_so_many_tokens_is_refused_before_it_is_encoded(s
     answer = ask("x" * (longest + 1))
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert answer.error["message"] == (
-        "the prompt has 32001 characters, which is far too much: prompt and answer may have 400 tokens together"
+        "the prompt has 32001 characters, which is far too long: prompt and answer may have 400 tokens together"
     )
     assert encoded == []
     assert "the prompt has 32000 tokens" in ask("x" * longest).error["message"]

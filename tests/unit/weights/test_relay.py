@@ -196,7 +196,7 @@ def test_a_worker_that_is_lost_in_the_middle_fails_its_rank_and_no_other(make):
     _, outcomes = nodes.publish(1, receive=receive)
     problem = outcomes.pop(nodes.server)
     assert isinstance(problem, PeerFailedError)
-    assert "part 0 of rollout rank 0's server went away" in str(problem)
+    assert "worker 0 of rollout rank 0's server went away" in str(problem)
     assert not any(outcomes)
     assert all(torch.equal(nodes.model[name], tensor) for name, tensor in WHOLE.items())
 
@@ -206,7 +206,7 @@ def test_a_worker_that_is_silent_is_named_before_other_ranks_lose_patience(make)
     _, outcomes = nodes.publish(1, receive=lambda worker: next(worker.tensors(1)))
     problem = outcomes.pop(nodes.server)
     assert isinstance(problem, PublishError)
-    assert "part 0 of rollout rank 0's server was silent for 2 s" in str(problem)
+    assert "worker 0 of rollout rank 0's server was silent for 2 s" in str(problem)
     assert not any(outcomes)
     assert all(torch.equal(nodes.model[name], tensor) for name, tensor in WHOLE.items())
 

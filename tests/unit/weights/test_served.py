@@ -58,7 +58,7 @@ class Served:
     def invitation(self):
         places = self.plan.places_of_receiver(0)
         with ThreadPoolExecutor(len(places)) as pool:
-            addresses, *_ = pool.map(lambda place: same_node.met(self.rendezvous, self.plan, place), places)
+            addresses, *_ = pool.map(lambda place: same_node.meet_members(self.rendezvous, self.plan, place), places)
         return Invitation.read(Invitation(MEMORY, self.plan, places, addresses, pieces()).text())
 
     def open(self, rank):
@@ -147,7 +147,7 @@ def test_who_sends_to_a_server_that_will_not_come_is_told_at_once(rendezvous):
     served = Served(rendezvous, num_senders=2, num_workers=2)
     errors, _ = served.join(lambda told: same_node.leave_out(told.plan, told.places, told.addresses))
     assert all(isinstance(error, PeerFailedError) for error in errors)
-    assert "part 0 of rollout rank 0's server went away" in str(errors[0])
+    assert "worker 0 of rollout rank 0's server went away" in str(errors[0])
 
 
 def test_a_worker_that_ends_in_the_middle_of_a_version_fails_those_who_send(rendezvous):

@@ -110,7 +110,7 @@ class EtcdRooms:
             if self._find(name).room.news == news:
                 await_event(timeout_s)
         room = self.transact(name, lambda room: room)
-        assert isinstance(room, Room), "looking at a room is no change that could be refused"
+        assert isinstance(room, Room), "looking at a room changes nothing, and is never refused"
         return room
 
     def renew(self, name: str, incarnation: str) -> None:
@@ -141,7 +141,7 @@ class EtcdRooms:
         request = {"compare": [self._is_open], "success": [{"request_range": _within(prefix)}]}
         answer = self._client.call("kv/txn", request)
         if not answer.get("succeeded"):
-            text = f"etcd at {self._client.url} has no scope {self._scope!r} any more: who opened it closed it or died"
+            text = f"etcd at {self._client.url} has no scope {self._scope!r} any more: its owner closed it or died"
             raise RendezvousUnreachableError(text)
         found = answer["responses"][0]["response_range"].get("kvs", [])
         entries = {base64.b64decode(entry["key"]).decode(): entry for entry in found}

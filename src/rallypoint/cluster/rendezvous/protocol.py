@@ -62,7 +62,7 @@ class Rooms(Protocol):
     def transact(self, name: str, change: Change, wait_s: float = 0.0) -> Room | RendezvousError:
         """Replace a room by what `change` makes of it, atomically; return that. Errors replace nothing.
 
-        If the change is no news to waiters, it may wait that long for the next one, which saves a round trip.
+        If the change does not concern waiters, it may wait that long for the next one, which saves a round trip.
         """
         ...
 
@@ -129,7 +129,7 @@ class Rendezvous:
             RendezvousUnreachableError: the place that keeps the rendezvous does not answer.
         """
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of rendezvous {name!r} is not within 0 and world_size={world_size}")
+            raise ValueError(f"rank {rank} of rendezvous {name!r} is not at least 0 and below world_size={world_size}")
         if generation is not None and generation < 1:
             raise ValueError(f"generations of rendezvous {name!r} are counted from 1, got {generation}")
         member = Member(rank, payload, platform.node(), os.getpid(), uuid.uuid4().hex, time.time())

@@ -210,7 +210,7 @@ class Room:
         return cls(**fields)
 
     def _refusal(self, member: Member, world_size: int, generation: int | None) -> RendezvousError | None:
-        """Say why a newcomer cannot take part in the generation that it came to, if it cannot."""
+        """Return why a newcomer cannot take part in the generation that it asks for; None if it can."""
         if generation is not None and generation > self.generation:
             return None
         if generation is not None and generation < self.generation:

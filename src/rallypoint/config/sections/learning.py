@@ -133,7 +133,7 @@ class TeacherConfig(Section):
     )
     hint: str | None = key(
         None,
-        help="Text with {ground_truth} or {feedback} behind prompts; without path the policy teaches itself.",
+        help="Text after each prompt, with {ground_truth} or {feedback}; without path the policy teaches itself.",
     )
     loss: Literal["policy_gradient", "reverse", "forward", "mixed"] = key(
         "policy_gradient", help="Reverse KL as the advantage of `loss`; or reverse, forward or both KLs as the loss."

@@ -80,7 +80,7 @@ class ColumnsConfig(Section):
 
     prompt: str | None = key(None, help="Column of the prompt: text, or a list of messages.")
     ground_truth: str | None = key(None, help="Column of the right answer; that of prompt: its last message.")
-    data_source: str | None = key(None, help="Column of what a reward function chooses by.")
+    data_source: str | None = key(None, help="Column of the data source, by which a reward function may choose.")
     ability: str | None = key(None, help="Column of the ability.")
     extra_info: str | None = key(None, help="Column of an object for the reward function.")
     tools: str | None = key(None, help="Column of the tools that may be called, as function schemas.")
@@ -292,5 +292,5 @@ class RewardConfig(Section):
                 if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name == "model":
                     yield f"{where}: expected letters, digits and _, and not 'model', which is that of reward.path"
                 elif name in taken:
-                    yield f"{where} is that of another; expected a name of its own"
+                    yield f"{where} is also the name of another one; expected a different name"
                 taken.add(name)

@@ -78,7 +78,7 @@ class ClusterConfig(Section):
     )
     rendezvous: str = key(
         "auto",
-        help="Where ranks meet: ray (an actor), tcp (a store of the driver), an etcd server's URL; auto: what fits.",
+        help="Where ranks meet: ray (a Ray actor), tcp (a store of the driver), an etcd server's URL; auto: what fits.",
     )
     placement_timeout_s: float = key(300.0, above=0, unit="s", help="How long to wait for a place on the cluster.")
     call_timeout_s: float = key(1800.0, above=0, unit="s", help="How long a call may make no progress.")

@@ -59,7 +59,7 @@ def _weight(level: str, low: float | None, high: float) -> Iterator[Correction]:
 
 
 def _bounds(written: object) -> tuple[float | None, float] | None:
-    """Return (low, high) of `0.5_5.0`, or (None, high) of one number; None where it is no such thing.
+    """Return (low, high) of `0.5_5.0`, or (None, high) of one number; None if it is neither.
 
     >>> _bounds("0.5_5.0"), _bounds(2), _bounds("null")
     ((0.5, 5.0), (None, 2.0), None)

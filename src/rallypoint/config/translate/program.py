@@ -116,7 +116,7 @@ def read_program(text: str, flags: Mapping[str, object]) -> Program:
         flags: of its command line, for `argparse` and TRL's parser.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it is not Python.
     """
     tree, program = ast.parse(text), Program()
     scope = _Scope(program, flags, {})
@@ -338,7 +338,7 @@ class _Scope:
             key = next((one for one in flags if one.startswith("--")), flags[0]).lstrip("-").replace("-", "_")
             switch = {"store_true": False, "store_false": True}.get(str(keywords.get("action")))
             must = keywords.get("required") or not flags[0].startswith("-")
-            usual = Unknown(f"--{key}, which the command line must say") if must else switch
+            usual = Unknown(f"--{key}, which must be given on the command line") if must else switch
             parser.given[str(keywords.get("dest", key))] = keywords.get("default", usual)
         return Unknown(ast.unparse(node))
 

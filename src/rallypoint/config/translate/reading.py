@@ -69,7 +69,7 @@ def read_arguments(text: str) -> tuple[Keys, ShellScript]:
 
 
 def value_of(text: str) -> object:
-    """Return what a word means; what is no YAML is text.
+    """Return what a word means; what is not YAML is text.
 
     >>> [value_of(word) for word in ("1e-6", "True", "[a,b]", "[a", "{a:1,b: x}")]
     [1e-06, True, ['a', 'b'], '[a', {'a': 1, 'b': 'x'}]
@@ -148,7 +148,7 @@ def flags_of(words: Sequence[str]) -> Keys:
 
 
 def _arguments(text: str) -> Keys:
-    """Read the arguments of a call in Python; what is no literal stays as it is written."""
+    """Read the arguments of a call in Python; what is not a literal stays as it is written."""
     try:
         node = ast.parse(text.strip()).body[0]
     except (SyntaxError, IndexError) as error:

@@ -38,13 +38,13 @@ class Translation:
     keys: dict[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Ours, dotted."""
     usual: list[str] = dataclasses.field(default_factory=list[str])
-    """Theirs that are not given, with the value that they have then."""
+    """Their keys that are not given, with their default values."""
     differs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Theirs, as written, whose meaning there is not here, and what is computed instead: it is said first."""
+    """Their keys, as written, that mean something we lack, and what is computed instead; shown first."""
     open: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Theirs, as written, and what is said of them: they need no key, or one that depends on more than their value."""
+    """Their keys, as written, and why each needs no key here, or one that depends on more than its value."""
     unknown: list[str] = dataclasses.field(default_factory=list[str])
-    """Theirs that nothing is known of, as written."""
+    """Their keys, as written, that are not known."""
     num_given: int = 0
 
     @property

@@ -196,7 +196,7 @@ def _set_ppo(ends: Ends, found: Translation) -> int:
 
 
 def _rows(ends: Ends, found: Translation) -> tuple[int | None, int | None]:
-    """Return rows of a process and how often they are accumulated; what is no count is named."""
+    """Return rows of a process and how often they are accumulated; what is not a count is named."""
     given = {name: ends.get(name, 1) for name in _ROWS}
     found.unknown += [f"{name}={value}" for name, value in given.items() if _number(value) is None]
     return _number(given[_ROWS[0]]), _number(given[_ROWS[1]])

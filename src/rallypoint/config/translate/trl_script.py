@@ -17,7 +17,7 @@ from rallypoint.config.translate.program import Made, Program, read_program, unk
 from rallypoint.config.translate.reading import PEFT, Keys
 from rallypoint.errors import ConfigError
 
-LOST = "cannot be translated, since only the program says it"
+LOST = "cannot be translated: it is known only when the script runs"
 _REWARDS = (
     "cannot be translated, since a run does not import the script: put the functions into a file of their own and give "
     "them to rally.train(reward=[...]), which calls them as TRL does, or write them as docs/reward.md says and name "

@@ -123,7 +123,7 @@ def math(
     is_marked = truth.count("$") > 1 or "\\boxed" in truth
     gold = parse(_last_box(truth) if is_marked else f"\\boxed{{{truth}}}")
     if not gold:
-        raise ValueError(f"math: the ground truth is no mathematics: {truth[:100]!r}")
+        raise ValueError(f"math: the ground truth cannot be read as mathematics: {truth[:100]!r}")
     return float(bool(verify(gold, parse(_last_box(_no_dollars(solution_str[-8000:]))))))
 
 

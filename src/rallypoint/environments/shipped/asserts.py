@@ -294,7 +294,7 @@ def plain(node: ast.expr) -> object:
     try:
         return _plain(node)
     except (TypeError, KeyError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{ast.unparse(node)[:100]} is no plain value ({error})") from None
+        raise ValueError(f"{ast.unparse(node)[:100]} is not a plain value ({error})") from None
 
 
 def _plain(node: ast.expr) -> object:
@@ -325,7 +325,7 @@ def _plain(node: ast.expr) -> object:
         ) if name in _CALLS:
             found = _CALLS[name](*map(_plain, args))
         case _:
-            raise ValueError(f"{ast.unparse(node)[:100]} is no plain value")
+            raise ValueError(f"{ast.unparse(node)[:100]} is not a plain value")
     return found
 
 

@@ -69,7 +69,7 @@ def regex_problem(parameters: Mapping[str, object]) -> str | None:
     """Say why a pattern cannot be used.
 
     >>> regex_problem({"pattern": "(a"})
-    "regex: the pattern '(a' is no regular expression: missing ), unterminated subpattern at position 0"
+    "regex: the pattern '(a' is not a regular expression: missing ), unterminated subpattern at position 0"
     """
     pattern = parameters["pattern"]
     if not isinstance(pattern, str):
@@ -77,7 +77,7 @@ def regex_problem(parameters: Mapping[str, object]) -> str | None:
     try:
         re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError) as error:  # the second of a repetition that is too large
-        return f"regex: the pattern {pattern!r} is no regular expression: {error}"
+        return f"regex: the pattern {pattern!r} is not a regular expression: {error}"
     return None
 
 
@@ -109,4 +109,4 @@ def length(
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

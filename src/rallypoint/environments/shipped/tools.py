@@ -50,7 +50,7 @@ def calculator(expression: str) -> str:
     try:
         found = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ToolError(f"{expression!r} is no expression of numbers with + - * / // % ** and parentheses") from None
+        raise ToolError(f"{expression!r}: expected numbers with + - * / // % ** and parentheses") from None
     except (ArithmeticError, TypeError) as error:
         raise ToolError(str(error)) from None
     if isinstance(found, float) and not math.isfinite(found):
@@ -77,7 +77,7 @@ def _power(base: float, exponent: float) -> int | float:
         raise OverflowError(f"a power of more than {_MAX_BITS} bits is too large")
     found: Any = base**exponent
     if isinstance(found, complex):
-        raise TypeError("the result is no real number")
+        raise TypeError("the result is not a real number")
     return found
 
 
@@ -151,7 +151,7 @@ def search(corpus: str | Path, *, top_k: int = 3, output_chars: int = 4000) -> T
         corpus: .jsonl, .parquet or .csv with columns `text` and `title`; see `Passages.of`. Its index is made now, if
             there is none yet.
         top_k: passages that a search returns.
-        output_chars: of all of them together.
+        output_chars: most characters of all passages together.
 
     Raises:
         DataError: the file cannot be read.

@@ -99,27 +99,27 @@ class Attention(Mixer):
         return 2 * size * self._key_value
 
     def kept_bytes(self, size: int) -> int:
-        """Of what it returns, and its gate."""
+        """Bytes of what it returns, and its gate."""
         return size * self._query * (1 + self.is_gated)
 
     def norm_bytes(self, size: int) -> int:
-        """Of norms of heads: their input and a float32; what these return is not kept."""
+        """Bytes of norms of heads: their input and a float32; what these return is not kept."""
         norms = (self._query + self._key_value) * size + (self.num_heads + self.num_key_value_heads) * 4
         return norms * self.norms_heads
 
     def attended_bytes(self, size: int, num_scores: int) -> int:
-        """Of query, key, value, and scores."""
+        """Bytes of query, key, value, and scores."""
         return size * (self._query + 2 * self._key_value + self.num_heads * num_scores)
 
     def attending_bytes(self, size: int) -> int:
-        """Of query, key and value."""
+        """Bytes of query, key and value."""
         return size * (self._query + 2 * self._key_value)
 
     def folded_bytes(self, size: int, num_scores: int, num_block_scores: int) -> int:
-        """Of query, key, value, the output, and shares."""
+        """Bytes of query, key, value, the output, and shares."""
         of_heads = self.num_heads * (num_scores + num_block_scores)
         return size * (2 * self._query + 2 * self._key_value + of_heads)
 
     def position_bytes(self, size: int) -> int:
-        """Of cosines and sines."""
+        """Bytes of cosines and sines."""
         return 2 * size * self.head_dim

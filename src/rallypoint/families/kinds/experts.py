@@ -31,7 +31,7 @@ class Experts(PerToken):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], family: Family | None) -> Sequence[Self | None]:
-        """As Qwen, DeepSeek, GLM and gpt-oss name the fields; the layers that are left are dense."""
+        """Read the fields as Qwen, DeepSeek, GLM and gpt-oss name them; None for each dense layer."""
         layers = range(int(values["num_hidden_layers"]))
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         if not (num_experts := next((values[name] for name in names if values.get(name)), None)):

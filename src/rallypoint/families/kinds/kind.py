@@ -79,17 +79,17 @@ class Kind(abc.ABC):
         return {}
 
     def shared_by_sp(self, tp: int) -> Mapping[str, int]:
-        """Return likewise parts of a rank of `tp` that ranks of `sp` share equally."""
+        """Return the parts of a rank of `tp` that ranks of `sp` share equally -> how many there are."""
         del tp
         return {}
 
     def shared_by_cp(self, tp: int) -> Mapping[str, int]:
-        """Return likewise parts of a rank of `tp` that ranks of `cp` and `sp` share equally together."""
+        """Return the parts of a rank of `tp` that ranks of `cp` and `sp` together share equally -> how many."""
         del tp
         return {}
 
     def shared_by_ep(self, tp: int) -> Mapping[str, int]:
-        """Return likewise parts of a rank of `tp` that ranks of `ep` share equally."""
+        """Return the parts of a rank of `tp` that ranks of `ep` share equally -> how many there are."""
         del tp
         return {}
 
@@ -179,7 +179,7 @@ class Mixer(Kind):
         Args:
             size: bytes of a number.
             num_scores: tokens that every head has a share for.
-            num_block_scores: likewise, of the largest block, which also has scores.
+            num_block_scores: scores of a token in the largest block, which are there in addition.
         """
         del size, num_scores, num_block_scores
         return 0

@@ -103,29 +103,29 @@ class LatentAttention(Mixer):
         return 2 * size * self._width
 
     def served_bytes(self, size: int) -> int:
-        """Of the latent, and of the part of keys that is rotated."""
+        """Bytes of the latent, and of the part of keys that is rotated."""
         return size * (self.rank + self.rotated_dim)
 
     def kept_bytes(self, size: int) -> int:
-        """Of what it returns, and of latents behind their norms."""
+        """Bytes of what it returns, and of latents after their norms."""
         return size * (self.num_heads * self.value_dim + self.query_rank + self.rank)
 
     def norm_bytes(self, size: int) -> int:
-        """Of norms of latents: their input and a float32."""
+        """Bytes of norms of latents: their input and a float32."""
         return size * (self.query_rank + self.rank) + 2 * 4
 
     def attended_bytes(self, size: int, num_scores: int) -> int:
-        """Of query, key, value, and scores."""
+        """Bytes of query, key, value, and scores."""
         return size * (3 * self._width + self.num_heads * num_scores)
 
     def attending_bytes(self, size: int) -> int:
-        """Of query, key and value."""
+        """Bytes of query, key and value."""
         return size * 3 * self._width
 
     def folded_bytes(self, size: int, num_scores: int, num_block_scores: int) -> int:
-        """Of query, key, value, the output, and shares."""
+        """Bytes of query, key, value, the output, and shares."""
         return size * (4 * self._width + self.num_heads * (num_scores + num_block_scores))
 
     def position_bytes(self, size: int) -> int:
-        """Of cosines and sines."""
+        """Bytes of cosines and sines."""
         return 2 * size * self.rotated_dim

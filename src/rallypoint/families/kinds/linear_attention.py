@@ -13,7 +13,7 @@ from rallypoint.families.kinds.kind import Mixer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearAttention(Mixer):
-    """A state of fixed size, which every token changes and reads, behind a convolution."""
+    """A state of fixed size, which every token changes and reads, after a convolution."""
 
     num_keys: int
     """Heads of queries and keys."""
@@ -91,7 +91,7 @@ class LinearAttention(Mixer):
         return {"key heads of linear attention": self.num_keys}
 
     def shared_by_cp(self, tp: int) -> Mapping[str, int]:
-        """Of rows that are scanned, one token after another, so that only heads can be shared."""
+        """Heads only: a row is scanned token after token, so its tokens cannot be shared."""
         return {"key heads of linear attention of a tp rank": self.num_keys // tp}
 
     def part(self, tp: int, ep: int | None) -> Self:
@@ -99,11 +99,11 @@ class LinearAttention(Mixer):
         return dataclasses.replace(self, num_keys=-(-self.num_keys // tp), num_values=-(-self.num_values // tp))
 
     def state_bytes(self, size: int) -> int:
-        """Of the state, in float32, and what the convolution looks back at."""
+        """Bytes of the state, in float32, and what the convolution looks back at."""
         return 4 * self.num_values * self.key_dim * self.value_dim + size * (self.width - 1) * self.num_channels
 
     def kept_bytes(self, size: int) -> int:
-        """Of a token in chunks of 64.
+        """Bytes of a token in chunks of 64.
 
         Taps and sum of the convolution; then, in float32, channels twice, eight tensors of the size of value heads'
         keys, five of values, and five of a chunk's scores.

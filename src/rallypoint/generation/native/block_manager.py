@@ -37,7 +37,7 @@ class Block:
         self.last_state: Tensor | None = None
         """[E]: the hidden state of its last token, if a prompt ends here."""
         self.snapshot: DeltaStates | None = None
-        """States of all layers of linear attention behind its last token, [layers, ...] both; see `recurrent`."""
+        """States of all layers of linear attention after its last token, [layers, ...] both; see `recurrent`."""
         self.experts: list[bytes] = []
         """Experts of each token of a prompt, if they are recorded."""
 
@@ -63,7 +63,7 @@ class BlockManager:
         """Return a new private block, used by one sequence; None if there is no memory left.
 
         Args:
-            parent: block of the prompt's previous tokens; None for the first block, and behind the prompt.
+            parent: block of the prompt's previous tokens; None for the first block, and after the prompt.
             tokens: those of the prompt in this block.
         """
         if not self._has_free():
@@ -221,7 +221,7 @@ class BlockTables:
         self._free.append(line)
 
     def append(self, line: int, blocks: abc.Sequence[Block]) -> None:
-        """Add blocks to a sequence, behind those that it has."""
+        """Add blocks to a sequence, after those that it has."""
         start = int(self._num_blocks[line])
         stop = self._num_blocks[line] = start + len(blocks)
         while stop > self._blocks.shape[1]:

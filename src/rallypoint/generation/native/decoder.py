@@ -54,7 +54,7 @@ class Linear(NamedTuple):
     """Linear layers of one input."""
 
     weights: list[Tensor]
-    """[outputs, inputs] each; one for all where they lie behind one another."""
+    """[outputs, inputs] each; one for all where they lie one after another."""
     biases: list[Tensor]
     """[outputs] each; none, or one for each layer."""
 
@@ -324,7 +324,7 @@ class PlainDecoder:
         return network
 
     def _addresses(self) -> list[int]:
-        """Return where weights are that may lie behind one another, and so be in `network` by a view of them all."""
+        """Return the addresses of weights, which may lie one after another so that `network` has one view of all."""
         addresses: list[int] = []
         for layer in self._base.layers:
             attention, mlp = layer.self_attn, layer.mlp

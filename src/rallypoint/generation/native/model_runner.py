@@ -28,8 +28,10 @@ from rallypoint.models.tensor_parallel import peers_of
 from rallypoint.parallel import least_of
 
 _WASTE, _WIDTH_OF_WASTE = 1 / 16, 128
-"""Rows that may be wasted, as a part of a step's rows. To make batches takes about as long for any model: at 1M, whose
-hidden states have 128 numbers, as long as a whole step. A model's own code takes longer for each row."""
+"""Rows that may be wasted, as a share of a step's rows; and the hidden size up to which all of them may be.
+
+Making batches takes about as long for any model. For one of 1M parameters, with a hidden size of 128, it takes as long
+as a whole step, and for a larger one relatively less. A decoder that runs the model's own code may waste the first."""
 
 
 class DecodeAttention(DecoderRows, Protocol):
@@ -90,7 +92,7 @@ class Backend(Protocol):
     def decode_steps(
         self, attention: abc.Sequence[DecodeAttention], sampling: SamplingMetadata, numbers: Tensor
     ) -> list[SampledTokens]:
-        """Decode a step for each line of random numbers, [steps, B], without a look of the host in between."""
+        """Decode a step for each line of random numbers, [steps, B]; the host reads nothing in between."""
         ...
 
     def release(self) -> None:
@@ -103,7 +105,7 @@ class SampledStep(NamedTuple):
 
     sampled: SampledTokens
     experts: abc.Sequence[bytes] = ()
-    """Experts that chose each token, see `models.kinds.router_replay`: [B]; nothing if they are not recorded."""
+    """Experts of the pass that sampled each token, see `models.kinds.router_replay`: [B]; empty if not recorded."""
 
 
 class DecodeBatch:
@@ -165,7 +167,7 @@ class ModelRunner:
 
     @property
     def max_waste(self) -> float:
-        """Rows that may be computed in vain before new batches pay, as a part of those of a step."""
+        """Rows that may be wasted before new batches are made, as a share of a step's rows."""
         decoder = self._backend.decoder
         return min(1.0, _WIDTH_OF_WASTE / decoder.hidden_size) if decoder.is_plain else _WASTE
 

@@ -22,7 +22,7 @@ class Sequence:
         self.logprobs: list[float] = []
         self.sampled_logprobs: list[float] = []
         self.experts: list[bytes] = []
-        """Experts that chose each token of the response; empty if they are not recorded."""
+        """Experts of the pass that sampled each token of the response; empty if they are not recorded."""
         self.prompt_experts: list[bytes] = []
         """Those of each token of the prompt itself."""
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -39,7 +39,7 @@ class Sequence:
 
     @property
     def _chose_prompt(self) -> list[bytes]:
-        """Experts that chose each token of the prompt: those of the one before it."""
+        """Experts of the pass that predicted each token of the prompt: of the token before it."""
         return [bytes(len(last)) for last in self.prompt_experts[-1:]] + self.prompt_experts[:-1]
 
     @property

@@ -136,7 +136,7 @@ async def is_well(at: Address) -> bool:
 
 
 async def tell(at: Address, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """Return the body of the answer to a call that is no request.
+    """Return the body of the answer to a call that is not a request.
 
     Raises:
         LostError: it failed, or did not answer in time.
@@ -257,7 +257,7 @@ def read_answer(data: bytes, request: Request, num_before: int, limit: int, num_
         is_event: whether more may follow.
 
     Raises:
-        GenerationError: it is no answer to the request; what came is shown.
+        GenerationError: it is not an answer to the request; what came is shown.
         NotFiniteError: the logits of a token were not finite.
     """
     try:

@@ -23,8 +23,8 @@ ResultT = TypeVar("ResultT")
 _LOOK_S = 0.05
 """How long `is_ready` waits, so that callers that ask in a loop do not spin."""
 _WARY_TURNS = 8
-"""Turns in which a server keeps its weights after it gave them up for others that did not come, as after validation: to
-write them for it again takes as long as keeping them in several turns."""
+"""Times that a sleeping server keeps its weights on the CPU after it once dropped them and got no others, as after
+validation. The actor then has to write them again, which takes as long as keeping them several times."""
 
 
 class VllmConnection:
@@ -59,9 +59,9 @@ class VllmConnection:
         self._gives_memory, self._is_asleep, self._tick = gives_memory, False, tick
         self._takes_adapters = takes_adapters
         self._weights: Literal["here", "kept", "gone"] = "here"
-        """Whether the server has its weights, has them in CPU memory, or has none until it gets some."""
-        self._num_wary = 0  # turns in which they are kept because others were expected and did not come
-        self._gets_weights = False  # whether it got some when it slept last, so that those that it has need not be kept
+        """Where the server's weights are: on its device, in CPU memory, or nowhere until it gets others."""
+        self._num_wary = 0  # times that they are still kept, see `_WARY_TURNS`
+        self._gets_weights = False  # whether it got some when it last slept, so that those it has may go
         self._keeps = False  # whether they are kept in any case
         self._folder = OwnFolder()
         self.supervisor = ServerSupervisor(
@@ -94,7 +94,7 @@ class VllmConnection:
         return self._folder.path / "versions"
 
     def keeping(self) -> VllmConnection:
-        """Return this, with weights that the server keeps whenever it sleeps: persons ask at any time."""
+        """Have the server keep its weights whenever it sleeps, as guests may ask at any time; return this."""
         self._keeps = True
         return self
 
@@ -137,7 +137,7 @@ class VllmConnection:
         """Have the server's workers connect to ranks that send weights; see `ServerSupervisor.join`, and `receive`.
 
         Args:
-            invite: returns an invitation, once the server is ready: who sends waits for its workers from then on.
+            invite: returns an invitation, called once the server is ready: from then on senders wait for its workers.
             given_up: set by another thread to end this soon.
 
         Raises:

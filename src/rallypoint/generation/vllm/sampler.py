@@ -31,7 +31,7 @@ class Encoded(TypedDict):
     prompt_index: int
     sample_index: int
     num_prompt_tokens: int
-    """Tokens of the prompt; those behind them in what vLLM takes for the prompt are the response so far."""
+    """Tokens of the prompt; those after them in what vLLM takes for the prompt are the response so far."""
 
 
 NOT_FINITE = 1e30
@@ -76,7 +76,7 @@ class _Row:
         return cls(request, asked["num_prompt_tokens"], tokens)
 
     def so_far(self, num_tokens: int) -> tuple[Request, Sequence[int]]:
-        """Return the request and its response; of tokens only their number where nothing asks for them: they are many.
+        """Return the request and its response; only the number of their tokens if nothing needs them, as they are many.
 
         Args:
             num_tokens: of prompt and response together.

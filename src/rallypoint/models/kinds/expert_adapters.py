@@ -82,7 +82,7 @@ class LoRAExperts(nn.Module):
 
         Args:
             states: grouped by experts.
-            ends: [X] int32, of their groups. What is behind the last one is not defined.
+            ends: [X] int32, of their groups. What is after the last one is not defined.
         """
         a, b = self.lora_A.weight, self.lora_B.weight
         if missing := -self.rank % (_GROUPED_BYTES // a.itemsize):

@@ -92,7 +92,7 @@ class _DealtExperts:
     """The pass of a layer's experts."""
 
     compute: Compute
-    """This rank's experts, numbered from 0; tokens for those behind them get nothing."""
+    """This rank's experts, numbered from 0; tokens for those after them get nothing."""
     own: range
     """The experts of this rank, as the layer numbers them."""
     counts: _Counts

@@ -223,14 +223,14 @@ class Recurrence:
         place = torch.arange(num_tokens) if shared is None else shared.place
         kept = torch.arange(num_tokens) if shared is None else shared.kept
         self._num_stream = len(kept)
-        # One row of zeros stands behind those of the stream, for what fills a row's last chunk.
+        # One row of zeros stands after those of the stream, for what fills a row's last chunk.
         padded = functional.pad(place, (0, 1), value=len(kept))
         self._in_chunks = Copies.of(padded[token.where(is_token, num_tokens)].flatten(), len(kept) + 1, device)
         self._in_stream = Copies.of(slot[kept], len(row) * size, device)
         self._convolved: dict[int, tuple[Copies, Tensor]] = {}
 
     def run(self, inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaStates]:
-        """Return what tokens read, [T, Hv, Dv] with zeros for filler, and the states behind the rows.
+        """Return what tokens read, [T, Hv, Dv] with zeros for filler, and the states after the rows.
 
         Args:
             inputs: of the stream, filler included.
@@ -249,7 +249,7 @@ class Recurrence:
         return out, DeltaStates(recent, memory.index_select(0, self._of_row))
 
     def convolved(self, inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, Tensor]:
-        """Return channels behind the convolution, decays and strengths of the stream, [S, C + 2 Hv]; and `recent`."""
+        """Return channels after the convolution, decays and strengths of the stream, [S, C + 2 Hv]; and `recent`."""
         width = inputs.kernel.shape[1]
         mixed, (taps, last) = inputs.mixed[: self._num_stream], self._taps(width)
         history = torch.cat([mixed, states.recent.flatten(0, 1)])
@@ -265,7 +265,7 @@ class Recurrence:
         return DeltaStates(recent, inputs.decay.new_zeros(rows, heads.num_values, heads.key_dim, heads.value_dim))
 
     def _taps(self, width: int) -> tuple[Copies, Tensor]:
-        """Return where a convolution reads, [W * S], in the stream or in a state behind it; and each row's end there.
+        """Return where a convolution reads, [W * S], in the stream or in a state after it; and each row's end there.
 
         That is [B, W - 1].
         """
@@ -298,7 +298,7 @@ def chunked_delta_rule(
     counts: Sequence[int],
     memory: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Scan N chunks of C tokens: what each token reads, [N, C, Hv, Dv], and the states behind the rows.
+    """Scan N chunks of C tokens: what each token reads, [N, C, Hv, Dv], and the states after the rows.
 
     Within a chunk, with g the sum of decays up to a token, tokens correct each other by a triangular system:
 
@@ -309,7 +309,7 @@ def chunked_delta_rule(
         key: likewise.
         value: [N, C, Hv, Dv].
         decay: [N, C, Hv].
-        strength: [N, C, Hv]; 0 for what is no token.
+        strength: [N, C, Hv]; 0 for what is not a token.
         counts: number of chunks of each step of the scan: the first ones of all rows, then the second ones.
         memory: [B, Hv, Dk, Dv]: states before the rows, those with the most chunks first.
     """
@@ -343,7 +343,7 @@ def chunked_delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, states: DeltaStates) -> tuple[Tensor, DeltaStates]:
-    """Return what one token of each of B rows reads, [B, Hv, Dv], and the states behind it; see the module."""
+    """Return what one token of each of B rows reads, [B, Hv, Dv], and the states after it; see the module."""
     heads, exact = inputs.heads, inputs.decay.dtype
     recent = torch.cat([states.recent, inputs.mixed.unsqueeze(1)], 1)
     mixed = functional.silu((recent * inputs.kernel.t()).sum(1)).to(exact)

@@ -81,7 +81,7 @@ WRONG = {
     "1 where True itself is expected": (gives("1"), ["assert f() is True"]),
     "a number for NaN": (gives("0"), ["assert f() == float('nan')"]),
     "NaN for a number": (gives("float('nan')"), ["assert f() == 0", "assert f() == float('inf')"]),
-    "a name that is no number": (gives("type('X', (), {'__repr__': lambda _: 'f'})()"), ["assert f() == 'f'"]),
+    "a name that is not a number": (gives("type('X', (), {'__repr__': lambda _: 'f'})()"), ["assert f() == 'f'"]),
     "what is not true": (gives("[]"), ["assert f()"]),
     "an object for another value": (gives("object()"), ["assert f() != 3"]),
 }

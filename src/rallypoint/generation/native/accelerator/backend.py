@@ -159,13 +159,13 @@ class PagedMetadata(NamedTuple):
     slot_mapping: Tensor
     """[steps, B] int64: where a token's own keys and values go at every step, in tokens from the cache's beginning."""
     block_table: Tensor
-    """[B, S] int32: the blocks of each sequence, in order; behind its last one, its first."""
+    """[B, S] int32: the blocks of each sequence, in order; after its last one, its first."""
     num_blocks: Tensor
     """[B] int32."""
     first_positions: Tensor
     """[B, S] int32: position of the first token of each block."""
     sizes: Tensor
-    """[B, S] int32: how many tokens each block is for; 0 behind a sequence's last one."""
+    """[B, S] int32: how many tokens each block is for; 0 after a sequence's last one."""
 
 
 class PagedAttention:

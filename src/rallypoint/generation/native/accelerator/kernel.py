@@ -218,7 +218,7 @@ def _attend(
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        # A block of which nothing is seen has no maximum, and -inf less -inf is no number.
+        # A block of which nothing is seen has no maximum, and -inf less -inf is not a number.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - level[:, None])
         kept = tl.exp(top - level)

@@ -132,7 +132,7 @@ class ExactBackend(CPUBackend):
         return 1
 
     def parts(self, num_tokens: int, num_lanes: int) -> tuple[int, int | None]:
-        """See `Backend.parts`; in several threads, a product might round in another way."""
+        """See `Backend.parts`; each part has one thread, as a product in several threads might round differently."""
         return (min(num_lanes, -(-num_tokens // _TILE)) if self.decoder.is_plain else 1), 1
 
     def prefill(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> Sequence[Tensor]:
@@ -172,7 +172,7 @@ class BagAttention:
         metadata: of the tokens; no two write to the same place.
         heads: query heads of a layer.
         num_rows: pad to so many tokens with copies of the last one.
-        num_steps: steps to lay out, the first included. They lie in the block of the first one and in the one behind
+        num_steps: steps to lay out, the first included. They lie in the block of the first one and in the one after
             it; for sequences whose blocks end before, what is computed is of no use.
     """
 

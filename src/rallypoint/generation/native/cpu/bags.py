@@ -157,7 +157,7 @@ def decode_steps(
 
     Args:
         network: without its head.
-        head: the layer behind it.
+        head: the layer after it.
         bags: what the rows attend to now, padded with the last row; they are advanced as long as there are moves.
         moves: of the bags, from step to step.
         num_moves: moves that have been made.
