@@ -264,7 +264,7 @@ def test_one_command_starts_a_run_of_a_file_says_that_it_is_done_starts_nothing_
     command = ("train", str(mine), "--resume", *runs.overrides("mine", *INLINE, "trainer.num_steps=2"))
     started, _ = (process := runs.start(*command)).communicate(timeout=180)
     assert process.returncode == 0, started
-    assert f"no run of {mine} to go on with: it begins" in started.replace("\n", "")
+    assert f"no run of {mine} to resume: a new one begins" in started.replace("\n", "")
     run = RunFolder(runs.folder / "mine")
     before = run.metrics.read_bytes()
     again, _ = (process := runs.start(*command)).communicate(timeout=180)

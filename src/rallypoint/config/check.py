@@ -324,7 +324,7 @@ def _shaping(config: RunConfig) -> Iterator[Problem]:
 
 
 def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
-    """Yield what there is to say against the size of the KV cache."""
+    """Yield the problem if the size of the KV cache has no effect, or is too small."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     # A prompt and its response begin a block each; one more keeps the longest prompt below the longest row.
     least = (1 + sum(-(-longest // BLOCK_TOKENS) for longest in (prompt, response))) * BLOCK_TOKENS

@@ -112,8 +112,8 @@ def check_taught_correction(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("rollout.max_staleness", "teacher.loss", "correction"),
             f"rollout.max_staleness={staleness} trains on tokens that older weights have sampled, and with "
-            f"teacher.loss={teachers.loss} their gradient is that of no divergence unless each is weighed back to its "
-            f"sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]'{with_rewards}, "
+            f"teacher.loss={teachers.loss} their gradient is not that of a divergence unless each is weighed back to "
+            f"its sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]'{with_rewards}, "
             "teacher.loss=policy_gradient, or a teacher.top_k, which needs none",
         )
 
@@ -253,7 +253,7 @@ def check_kl(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("rollout.max_staleness", "kl.placement", "correction", "loss.name"),
             f"rollout.max_staleness={config.rollout.max_staleness} trains on tokens that older weights have sampled, "
-            "and with kl.placement=loss their gradient is that of no divergence unless each is weighed back to its "
+            "and with kl.placement=loss their gradient is not that of a divergence unless each is weighed back to its "
             f"sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]', "
             "loss.name=decoupled, loss.name=dppo, or kl.placement=reward",
         )

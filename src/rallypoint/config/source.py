@@ -299,7 +299,7 @@ def _kind(node: yaml.Node) -> str:
 
 
 def _forget(into: dict[str, Any], over: Mapping[str, Any], origins: dict[str, str]) -> None:
-    """Take out what `into` sets for names that `over` replaces, where it is not meant for the new one."""
+    """Remove the keys of sections whose `name` is replaced by `over`: they belong to the old name."""
     for section, name in of_other_names(into, over):
         into[section] = {key: value for key, value in into[section].items() if key != name}
         for stale in [k for k in origins if k == f"{section}.{name}" or k.startswith(f"{section}.{name}.")]:

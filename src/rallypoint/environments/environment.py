@@ -29,9 +29,9 @@ None to have the reward function score it; `sampling/episode_end.py` has the rul
 Episode: TypeAlias = (
     Callable[[Prompt, Client], Awaitable[Result]] | Callable[[Client, Example], Awaitable[Result]] | type[Steps]
 )
-"""Makes one rollout of a prompt: the turns of its client. It may wait for anything; other episodes continue meanwhile.
-If it raises, takes too long, or returns something else, its rollout is left out and counted. A first argument named
-`client` means (client, example); any other name means (prompt, client)."""
+"""Makes one rollout of a prompt: the turns of its client; a class is played by `environments/steps.py`. It may wait for
+anything. If it raises, takes too long, or returns something else, its rollout is left out and counted. A first argument
+named `client` means (client, example); any other name means (prompt, client)."""
 
 
 async def single_turn(prompt: Prompt, client: Client) -> Trajectory:

@@ -80,7 +80,7 @@ def launch(
             overrides = [f"trainer.runs_dir={recipe.rstrip('/').rpartition('/')[0]}", *overrides]
         recipe = bring_wanted(recipe, overrides, from_step)
     if resume and from_step is None and is_yet_to_start(recipe, overrides):
-        say(f"no run of {recipe} to go on with: it begins")
+        say(f"no run of {recipe} to resume: a new one begins")
         resume = False
     if resume:
         loaded, folder = find_wanted(recipe, overrides, say=say)

@@ -114,7 +114,7 @@ class Group:
             if _LOST_CONNECTION in text:
                 self._wait_for_news()
             raise PeerFailedError(
-                f"{self.membership.name!r}: what rank {self.rank} of {self.size} did together with the others has "
+                f"{self.membership.name!r}: an operation of rank {self.rank} of {self.size} with the others "
                 f"failed: {text.partition(_ADVICE)[0]}"
             ) from error
 

@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "staleness: a KL and a mask": (
         'kl.coef=0.1 kl.placement=loss rollout.max_staleness=1 loss.name=clip correction=[{"name":"mask"}]',
-        ("with kl.placement=loss their gradient is that of no divergence", "cap: 2.0}]', loss.name=decoupled"),
+        ("with kl.placement=loss their gradient is not that of a divergence", "cap: 2.0}]', loss.name=decoupled"),
     ),
     "staleness: a loss of any weight": (
         "rollout.max_staleness=4 loss.name=importance_sampling loss.anchor=rollout",
@@ -109,11 +109,14 @@ WRONG: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "staleness: a teacher and older samplers": (
         "recipe=opd teacher.path=t teacher.loss=reverse rollout.max_staleness=4",
-        ("with teacher.loss=reverse their gradient is that of no divergence", "correction=[{name: tis, cap: 2.0}]'"),
+        ("with teacher.loss=reverse their gradient is not that of a divergence", "correction=[{name: tis, cap: 2.0}]'"),
     ),
     "staleness: a teacher and a mask": (
         'recipe=opd teacher.path=t teacher.loss=mixed rollout.max_staleness=4 correction=[{"name":"mask"}]',
-        ("with teacher.loss=mixed their gradient is that of no divergence", "teacher.loss=policy_gradient, or a teac"),
+        (
+            "with teacher.loss=mixed their gradient is not that of a divergence",
+            "teacher.loss=policy_gradient, or a teac",
+        ),
     ),
     "staleness: a teacher, rewards and their loss": (
         "recipe=opd teacher.path=t teacher.loss=forward teacher.reward_coef=1 rollout.max_staleness=1",

@@ -105,7 +105,7 @@ class DataSetConfig(Section):
     """Folder of its files inside path."""
     split: str | None = None
     columns: ColumnsConfig | None = None
-    """Its own in place of data.columns."""
+    """Columns of this data set, in place of data.columns."""
     data_source: str | None = None
     """Source name for rows without one."""
     parameters: dict[str, Any] | None = None

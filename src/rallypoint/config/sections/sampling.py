@@ -162,10 +162,10 @@ class RolloutConfig(Section):
         help="Episode or agent, file.py:function, or a game; or {tools: [python, ...], max_turns: 8}; null: one turn.",
     )
     turn_timeout_s: float = key(
-        600.0, above=0, unit="s", help="An episode may take so long between two responses, its tools included."
+        600.0, above=0, unit="s", help="Time an episode may take between two responses, its tools included."
     )
     episode_timeout_s: float = key(
-        3600.0, above=0, unit="s", help="The same for all turns of an episode together; sampling does not count."
+        3600.0, above=0, unit="s", help="Time an episode may take for all turns together, sampling not included."
     )
     thinking: Literal["keep", "strip"] = key(
         "keep",

@@ -45,10 +45,10 @@ class Script:
 
 
 def script_in(words: list[str]) -> Path | None:
-    """Return the file in Python that a command starts, or that is named alone, if it is there.
+    """Return the Python file that a command runs, or that is given alone; None if there is no such file.
 
     Raises:
-        ConfigError: one that is named alone is not there.
+        ConfigError: a file that is given alone is not there.
     """
     files = [Path(word) for word in words if word.endswith(".py")]
     if len(words) == len(files) == 1 and not files[0].is_file():

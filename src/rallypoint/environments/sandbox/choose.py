@@ -138,7 +138,7 @@ _MAY_PASS = {429, 500, 502, 503, 504}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
-    """A service that runs programs. What it holds is its own to say; limits of files are its own, too."""
+    """A service that runs programs; it has its own limits of files, and says itself which other limits it keeps."""
 
     url: str
     api_key: str | None = dataclasses.field(default=None, repr=False)

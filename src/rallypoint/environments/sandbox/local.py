@@ -104,7 +104,7 @@ class Landlock:
 
 
 class _Servers:
-    """The servers of a tier, each for one program at a time: as many as programs have run at once."""
+    """The servers of a tier, each for one program at a time; there are as many as programs have run at once."""
 
     def __init__(self, command: Sequence[str], readable: Sequence[str], user: int | None) -> None:
         self._start = functools.partial(_Server, command, readable, user)
