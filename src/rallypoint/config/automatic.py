@@ -19,7 +19,7 @@ OFF_CPU = {"model.dtype": "bfloat16", "engine.activations": "checkpoint"}
 """Key -> its default where cluster.device is not cpu and nothing is known of the device."""
 
 Choose: TypeAlias = Callable[[RunConfig, tuple[str, ...]], Mapping[str, object]]
-"""(a config with its defaults, the automatic keys that nobody set) -> values for some of them."""
+"""(a config with its defaults, the automatic keys that are not set) -> values for some of them."""
 
 
 def without_nulls(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -38,7 +38,7 @@ from rallypoint.user_code import Value
 _MAX_LISTED = 12
 
 AUTOMATICALLY, THIS_MACHINE = "automatic", "this machine"
-"""Origins of automatic keys that nobody set: before and after a value is chosen for them."""
+"""Origins of automatic keys that are not set: before and after a value is chosen for them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LoadedConfig:
     origins: Mapping[str, str]
     """Dotted key -> `digits.yaml:12`, `command line`, `default`, `automatic` or `this machine`."""
     missing: tuple[str, ...] = ()
-    """Required keys that nobody set; always empty but in a draft."""
+    """Required keys that are not set; always empty, except in a draft."""
     overrides: tuple[str, ...] = ()
     """Overrides of the command line, as they were given."""
 

@@ -22,6 +22,6 @@ def _found() -> dict[str, Family]:
 FAMILIES = _found()
 """`model_type` of config.json -> family, in alphabetical order."""
 MIXTURES = {name: family for name, family in FAMILIES.items() if family.experts}
-"""Those of them that are mixtures of experts."""
+"""The families that are mixtures of experts."""
 BIASED = {name: family for name, family in MIXTURES.items() if family.biased_routers}
-"""Those of the mixtures whose routers choose with a bias of each expert."""
+"""The mixtures whose routers choose with a bias for each expert."""

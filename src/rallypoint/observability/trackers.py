@@ -254,7 +254,7 @@ class _Feed:
             self._empty()
 
     def _empty(self) -> None:
-        """Take what nobody wants, so that nothing waits."""
+        """Discard what is queued, so that nothing waits for room."""
         with contextlib.suppress(Empty):
             while True:
                 self._jobs.get_nowait()

@@ -322,7 +322,7 @@ def provenance(run: Snapshot) -> JSON:
 
 
 def _defaults(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the values that keys have if nobody sets them, with the names that a config has chosen."""
+    """Return the values that keys have if they are not set, with the names that a config has chosen."""
     names = {key: value for key, value in config.items() if key in {"recipe", "loss.name", "advantage.name"}}
     return dict(values_of(RunConfig.model_validate(nested(names))))
 

@@ -38,7 +38,7 @@ def devices_of(machine: Machine, values: Mapping[str, Any]) -> list[str]:
 
 
 def choices(config: RunConfig, left_open: tuple[str, ...], *, machine: Machine | None = None) -> dict[str, object]:
-    """Return values for automatic keys that nobody set, for a run on this machine or on another one."""
+    """Return values for automatic keys that are not set, for a run on this machine or on another one."""
     has_server = machine is None and any(
         (one.name, one.device) == ("vllm", config.cluster.device) for one in installed_engines()
     )

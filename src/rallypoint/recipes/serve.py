@@ -227,7 +227,7 @@ def _name_of(trained: Trained) -> str:
 
 
 def _version_of(trained: Trained) -> int:
-    """Return how many optimizer steps made the weights; 0 where nobody says."""
+    """Return how many optimizer steps made the weights; 0 if that is not known."""
     path = Path(trained.path) / STATE
     if not path.is_file():
         return 0

@@ -139,7 +139,7 @@ class WorkerSpec:
         return decoder(load_tokenizer(self.model_path, trust_remote_code=trust, for_chat=False, changes=changes))
 
     def stop_decoder(self) -> Callable[[Sequence[int]], str] | None:
-        """Return what turns tokens into the text that stop texts are looked for in; None if nobody gives any."""
+        """Return what decodes tokens, to look for stop texts in them; None if there can be none."""
         return self.decoder() if self.config.rollout.stop or self.config.rollout.episode else None
 
     @contextlib.contextmanager
@@ -376,7 +376,7 @@ def module_of(role: RoleName) -> str:
 
 
 def rendezvous_of(config: RunConfig, runtime: Runtime) -> Rendezvous | None:
-    """Open the place where the ranks of a run meet; the driver closes it. None when nobody has to meet.
+    """Open the place where the ranks of a run meet; the driver closes it. None if no ranks have to meet.
 
     Raises:
         RendezvousError: it cannot be opened.

@@ -27,7 +27,7 @@ def names_of_runs(url: str) -> list[str]:
     """Return the names of the folders at a URL.
 
     Raises:
-        RunFolderError: nobody answers.
+        RunFolderError: the URL does not answer.
     """
     with answering(url):
         return patiently(Remote.of(url).folders)
@@ -37,7 +37,7 @@ def refuse_taken(config: RunConfig) -> None:
     """Refuse a new run whose name is taken where it would be mirrored to, or one that cannot be.
 
     Raises:
-        RunFolderError: there is a run, or nobody answers.
+        RunFolderError: there is a run, or the URL does not answer.
     """
     if is_url(config.trainer.runs_dir):
         url = f"{config.trainer.runs_dir.rstrip('/')}/{config.trainer.name}"
@@ -130,7 +130,7 @@ def borrow_all(url: str) -> list[Path]:
     """Return copies of what `rally runs` reads of the runs at a URL, or of the run that it is itself.
 
     Raises:
-        RunFolderError: nobody answers.
+        RunFolderError: the URL does not answer.
     """
     with answering(url):
         remote = Remote.of(url)
@@ -150,7 +150,7 @@ def borrow_checkpoint(url: str) -> Path | None:
         Its folder, in that of its run; None if the URL is neither.
 
     Raises:
-        RunFolderError: nobody answers.
+        RunFolderError: the URL does not answer.
         CheckpointError: the checkpoint is damaged there, or the run has none yet.
     """
     run, _, name = url.rstrip("/").partition(f"/{CHECKPOINTS}/")

@@ -62,7 +62,7 @@ class Mirror:
             say: called with lines about outages, from any thread.
 
         Raises:
-            RunFolderError: another run is there, or this one was gone on with elsewhere; or nobody answers.
+            RunFolderError: another run is there, or this one was resumed elsewhere; or the URL does not answer.
         """
         self.folder, self._config = folder, config.checkpoint
         self._sent_bytes: int | None = None

@@ -194,7 +194,7 @@ async def started(
 
 @contextlib.asynccontextmanager
 async def _listening(transport: Any, hung_up: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """Pass on what a transport reads, and hear when there will be no more: a server may end while nobody calls it."""
+    """Pass on what a transport reads, and hear when there will be no more: a server may end between two calls."""
     import anyio
 
     async def pass_on() -> None:

@@ -70,15 +70,15 @@ class Router(Protocol):
     norm_topk_prob: bool
     """Whether the shares of a token's experts add up to 1, as after a softmax over their scores alone."""
     load: Tensor | None
-    """Tokens that were sent to each expert so far, [X] int64; None while nobody counts."""
+    """Tokens that were sent to each expert so far, [X] int64; None while they are not counted."""
     recorded: list[Tensor] | None
-    """Choices of the pass under way, [T, k] of each router so far; None while nobody records."""
+    """Choices of the pass under way, [T, k] of each router so far; None while they are not recorded."""
     replayed: Tensor | None
     """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
     balance: Balance | None
     """What is done so that experts get equal shares of the tokens; None: nothing."""
     count: Callable[[Tensor], None] | None
-    """Takes the experts that the tokens of a pass are sent to, [T, k]; None while nobody asks."""
+    """Takes the experts that the tokens of a pass are sent to, [T, k]; None while it is not wanted."""
     _parameters: Mapping[str, Tensor]
     """The weight, and in some families a bias."""
 
