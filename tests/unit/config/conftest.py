@@ -33,8 +33,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def files(here: Path) -> Path:
-    """Good and bad files of a user, beside base.yaml."""
+def files(good_and_bad: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with base.yaml and good and bad files of a user; tests share it, and leave it as it is."""
+    monkeypatch.chdir(good_and_bad)
+    return good_and_bad
+
+
+@pytest.fixture(scope="module")
+def good_and_bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `files`."""
+    here = tmp_path_factory.mktemp("files")
+    (here / "base.yaml").write_text(BASE)
     good = '{"prompt": "1+2", "ground_truth": "3"}\n'
     texts = {
         "good.jsonl": good,
