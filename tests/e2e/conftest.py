@@ -8,6 +8,7 @@ import tiny_runs
 from tiny_runs import Runs
 
 from rallypoint.display import save_curve
+from rallypoint.page import write_report
 from rallypoint.recipes import ending
 from rallypoint.run.folder import RunFolder
 
@@ -19,9 +20,10 @@ def runs(tmp_path: Path) -> Runs:
 
 @pytest.fixture(scope="module")
 def pictures() -> Iterator[None]:
-    """Have runs in this process draw the picture of their end; see `bare_runs`."""
+    """Have runs in this process draw the picture of their end, and write their page; see `bare_runs`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ending, "save_curve", save_curve)
+        patch.setattr(ending, "write_report", write_report)
         yield
 
 

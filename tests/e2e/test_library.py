@@ -18,6 +18,8 @@ from rallypoint.config import RECIPES
 from rallypoint.data import load_tokenizer
 from rallypoint.display import Silent
 from rallypoint.errors import ConfigError, DataError, ResumeError, RewardError, RunFolderError
+from rallypoint.page import write_report
+from rallypoint.recipes import ending
 from rallypoint.recipes.grpo import GRPO
 from rallypoint.run.folder import RunFolder
 from rallypoint.types import Last, Metrics
@@ -66,7 +68,8 @@ def weights(run: rally.Run) -> dict[str, str]:
     return weights_of(RunFolder(run.folder))
 
 
-def test_rows_and_a_closure_train_a_model_and_the_run_is_a_value(train, tmp_path):
+def test_rows_and_a_closure_train_a_model_and_the_run_is_a_value(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(ending, "write_report", write_report)
     scale = 0.25
     heard: list[rally.Step] = []
     run = train(

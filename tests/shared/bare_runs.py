@@ -1,10 +1,11 @@
 """What takes most of the time of a tiny run, and is left out of the runs of tests: pictures, and doing things again.
 
-A run ends with a picture of its learning curve, and its learners first count the operations of their model. Either
-takes as long as all of its steps. Here no picture is drawn, unless a test asks for the fixture `pictures`, and models
-that are alike are counted once for all processes of the tests, as is what a device could do at best.
-`tests/unit/display/test_curve.py`, `test_draw.py` and `tests/unit/observability/test_flops.py` test pictures, counts
-and that measurement.
+A run ends with a picture of its learning curve and with its page, and its learners first count the operations of their
+model. Each takes as long as some or all of its steps. Here no picture is drawn and no page is written, unless a test
+asks for the fixture `pictures` (or for the page, as `tests/e2e/test_library.py`), and models that are alike are counted
+once for all processes of the tests, as is what a device could do at best. `tests/unit/display/test_curve.py`,
+`test_draw.py`, `tests/unit/page`, `tests/unit/recipes/test_ending.py` and `tests/unit/observability/test_flops.py` test
+pictures, pages, counts and that measurement.
 
 And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
 wait: others would import what the first one has. `reward.num_processes` asks for more.
@@ -33,6 +34,7 @@ def leave_out() -> None:
     """Do so in this process, and in those that are forked from it."""
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
+    ending.write_report = lambda runs, file: None
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
     pool._automatic = _of_one_core

@@ -6,6 +6,8 @@ import functools
 import pytest
 from planted_runs import planted_run
 
+from rallypoint.page import write_report
+from rallypoint.recipes import ending
 from rallypoint.recipes.ending import Endings, reported
 from rallypoint.run.folder import RunFolder
 
@@ -104,7 +106,8 @@ def test_endings_are_done_also_if_nothing_can_be_said():
     assert done == [1]
 
 
-def test_a_start_that_gives_way_to_another_process_leaves_its_report_alone(tmp_path):
+def test_a_start_that_gives_way_to_another_process_leaves_its_report_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(ending, "write_report", write_report)
     run = RunFolder(planted_run(tmp_path, num_steps=1, prompts=2, group=2))
     run.metrics.write_text("{}\n")
     run.report.write_text("theirs")
