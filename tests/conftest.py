@@ -28,7 +28,7 @@ from skips import refuse_skip
 
 if "RALLYPOINT_PRETEND" not in os.environ:  # in a fork of a process that has imported them
     assert "rallypoint.algorithms" not in sys.modules, "the hook must come before the first import"
-    install_import_hook("rallypoint.algorithms", "beartype.beartype")
+    install_import_hook("rallypoint.algorithms", "checked_functions.checked")
 
 # No garbage is collected until all tests are: what is imported stays, and looking through it takes a fifth of the time.
 gc.disable()

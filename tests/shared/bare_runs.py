@@ -2,10 +2,11 @@
 
 A run ends with a picture of its learning curve and with its page, and its learners first count the operations of their
 model. Each takes as long as some or all of its steps. Here no picture is drawn and no page is written, unless a test
-asks for the fixture `pictures` (or for the page, as `tests/e2e/test_library.py`), and models that are alike are counted
-once for all processes of the tests, as is what a device could do at best. `tests/unit/display/test_curve.py`,
-`test_draw.py`, `tests/unit/page`, `tests/unit/recipes/test_ending.py` and `tests/unit/observability/test_flops.py` test
-pictures, pages, counts and that measurement.
+asks for the fixture `pictures` (or for the page, as `tests/e2e/test_library.py`). Models that are alike are counted
+once for all processes of the tests, as is what a device could do at best; and of models that ranks share, a sketch is
+compared once with the family's own code. `tests/unit/display/test_curve.py`, `test_draw.py`, `tests/unit/page`,
+`tests/unit/recipes/test_ending.py`, `tests/unit/observability/test_flops.py` and
+`tests/unit/model_files/test_packing_check.py` test pictures, pages, counts, that measurement and sketches.
 
 And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
 wait: others would import what the first one has. `reward.num_processes` asks for more.
@@ -22,12 +23,13 @@ from pathlib import Path
 
 from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments import pool
+from rallypoint.model_files import load
 from rallypoint.observability.flops import device_peak, flops_of
 from rallypoint.recipes import ending
 from rallypoint.roles import learner
 
 _COUNTED = Path(os.environ["RALLYPOINT_TEST_COUNTED"])
-_WIDTH = pool._automatic
+_WIDTH, _CHECK_SKETCH = pool._automatic, load._Loader._check_sketch
 
 
 def leave_out() -> None:
@@ -38,6 +40,7 @@ def leave_out() -> None:
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
     pool._automatic = _of_one_core
+    load._Loader._check_sketch = _sketched_once
 
 
 def _of_one_core():
@@ -47,9 +50,19 @@ def _of_one_core():
 def _counted_once(model, adapt=None):
     """See `flops_of`: it depends on a model's class, its config, and its weights' names, shapes and gradients."""
     kinds = [(kind.__module__, kind.__qualname__) for kind in type(model).__mro__]
-    config = re.sub(r'"_name_or_path": "[^"]*"', "", model.config.to_json_string(use_diff=False))
     weights = [(name, tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()]
-    return _once((kinds, config, weights), lambda: flops_of(model, adapt))
+    return _once((kinds, _text_of(model.config), weights), lambda: flops_of(model, adapt))
+
+
+def _sketched_once(loader, path, config, dtype, device, trust_remote_code):
+    """See `_check_sketch`: it depends on the config, and on code in a folder, which is looked at each time."""
+    given = (loader, path, config, dtype, device, trust_remote_code)
+    key = (type(loader).__qualname__, _text_of(config), dtype, device.type)
+    return _CHECK_SKETCH(*given) if trust_remote_code else _once(key, lambda: _CHECK_SKETCH(*given))
+
+
+def _text_of(config):
+    return re.sub(r'"_name_or_path": "[^"]*"', "", config.to_json_string(use_diff=False))
 
 
 def _measured_once(device, dtype):
