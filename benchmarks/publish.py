@@ -294,8 +294,8 @@ class Trainer:
     def close(self) -> None:
         """Nothing is open."""
 
-    def met(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
-        return same_node.met(self.rendezvous, plan, place, given_up=given_up)
+    def meet(self, plan: TransferPlan, place: int, given_up: threading.Event) -> list[bytes]:
+        return same_node.meet_members(self.rendezvous, plan, place, given_up=given_up)
 
     def exposed(self) -> Exposed | None:
         return self.memory and self.memory.exposed(self.held, self.shard.trained())
@@ -354,7 +354,7 @@ def to_vllm(name: str, dtype: torch.dtype, times: int) -> dict[str, list[float]]
             for version, way in enumerate([*seconds] * (times + 1), 1):
                 publish = partial(write_and_read, trainer, replica, Path(work) / "published", name)
                 if way != "folder":
-                    publish = connected(trainer, replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_parts=1))
+                    publish = connected(trainer, replica, Stream(TRANSPORT_KINDS[way], "xxh3", 600.0, num_workers=1))
                 began = time.perf_counter()
                 publish(version)
                 if version > len(seconds):  # the first ones touch all memory

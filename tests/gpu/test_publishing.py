@@ -58,7 +58,7 @@ def take_as_server(rendezvous, plan, device, into):
     ("take", "members"),
     [
         (take, (Participant(0, None), Participant(None, 0))),
-        (take_as_server, (Participant(0, 0), Participant(None, 0, part=0))),
+        (take_as_server, (Participant(0, 0), Participant(None, 0, worker=0))),
     ],
     ids=["model", "server"],
 )

@@ -218,6 +218,6 @@ def test_a_rank_that_leaves_one_group_stays_in_the_others(rendezvous):
 def test_a_rank_that_hangs_is_an_error_after_the_timeout(rendezvous):
     with ThreadPoolExecutor(2) as pool:
         waits, hangs = pool.map(lambda rank: meet(rendezvous, "meeting", rank=rank, world_size=2, timeout_s=1), (0, 1))
-    with pytest.raises(PeerFailedError, match=r"'meeting': what rank 0 of 2 did together .*(?i:time)"):
+    with pytest.raises(PeerFailedError, match=r"'meeting': an operation of rank 0 of 2 .*(?i:time)"):
         Grouped(waits).all_reduce_sum([torch.ones(3)])
     hangs.close()

@@ -248,7 +248,7 @@ def test_the_result_of_a_tool_has_no_control_token_that_would_end_its_message():
 def test_half_of_a_surrogate_pair_is_refused_where_a_person_has_written_it():
     found = rollout(sends([{"role": "user", "content": "half \ud83d"}]), "4<|im_end|>")
     assert found.kind == "malformed"
-    assert "the text of message 0 (user) has half of a surrogate pair, which is no text" in found.reason
+    assert "the text of message 0 (user) has half of a surrogate pair, which is not text" in found.reason
 
 
 @pytest.mark.parametrize(("min_tokens", "said"), [(0, "Thought. "), (13, "Thought. ST, ")])
