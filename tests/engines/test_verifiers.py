@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from tool_templates import make_tool_tokenizer
 
 import rallypoint as rally
+from rallypoint.environments import pool
 from rallypoint.errors import EngineError
 from rallypoint.install import Installed, find_engine
 
@@ -157,22 +158,22 @@ def with_tools():
 
 # In poker each of two seats talks for several turns, as one does in `talk`.
 @pytest.mark.parametrize("environment", [pytest.param("talk", marks=pytest.mark.slow), "poker", "glossary"])
-def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, environment):
+def test_what_its_train_client_is_told_is_what_is_trained(verifiers, tmp_path, monkeypatch, environment):
     tokenizer, stops = with_tools() if environment == "glossary" else (make_chat_tokenizer(QWEN3), ())
     make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=2048)
-    train_five_steps(verifiers, tmp_path, ASKS, environment, stops, rows=1200)
+    train_five_steps(verifiers, tmp_path, monkeypatch, ASKS, environment, stops, rows=1200)
 
 
 @pytest.mark.timeout(600)
-def test_kuhn_poker_is_trained(packages, tmp_path):
+def test_kuhn_poker_is_trained(packages, tmp_path, monkeypatch):
     tokenizer, stops = with_tools()
     tokenizer.add_tokens([f"[{move}]" for move in ("check", "bet", "fold", "call") * 2])
     make_tiny_model(tmp_path / "model", tokenizer=tokenizer, max_positions=8192)
-    train_five_steps(packages, tmp_path, PLAYS, "kuhn-poker", stops, rows=6000)
+    train_five_steps(packages, tmp_path, monkeypatch, PLAYS, "kuhn-poker", stops, rows=6000)
 
 
 @pytest.mark.timeout(600)
-def test_glossary_is_trained_with_answers_of_its_server(packages, tmp_path):
+def test_glossary_is_trained_with_answers_of_its_server(packages, tmp_path, monkeypatch):
     tokenizer, stops = with_tools()
     names = ("Ada Lovelace", "Alan Turing", "Dennis Ritchie")
     asked = [f"\n{json.dumps({'name': 'mcp__facts__lookup', 'arguments': {'name': name}})}\n" for name in names]
@@ -182,7 +183,7 @@ def test_glossary_is_trained_with_answers_of_its_server(packages, tmp_path):
     calls = tokenizer.convert_tokens_to_ids(asked)
     follow = {cue: [begin], begin: calls, end: [stop]} | {call: [end] for call in calls}
     edit_weights(tmp_path / "model", lambda weights: let_follow(weights, follow))
-    run = train_five_steps(packages, tmp_path, PLAYS, "glossary", stops, rows=6000)
+    run = train_five_steps(packages, tmp_path, monkeypatch, PLAYS, "glossary", stops, rows=6000)
     assert max(step.get("episode/answers_of_tools", 0) for step in run.metrics) >= 1
 
 
@@ -197,7 +198,7 @@ def let_follow(weights, follow):
             weights["lm_head.weight"][other] += 0.2 * seen / seen.square().mean().sqrt()
 
 
-def train_five_steps(verifiers, tmp_path, program, environment, stops, rows):
+def train_five_steps(verifiers, tmp_path, monkeypatch, program, environment, stops, rows):
     """Train a model on rollouts of verifiers' client, and check that it trained on what the client was told."""
     if stops:
         (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*stops]}))
@@ -206,6 +207,7 @@ def train_five_steps(verifiers, tmp_path, program, environment, stops, rows):
     names |= {"CALLS": tmp_path / "calls.jsonl", "ENVIRONMENT": environment}
     constants = "".join(f"{name} = {str(path)!r}\n" for name, path in names.items())
     (tmp_path / "agent.py").write_text(constants + AGENT.replace("\\\\n", "\\n"))
+    monkeypatch.setattr(pool, "_automatic", lambda: pool.Width(1, 1))  # a second process would import verifiers, too
     run = rally.train(
         "grpo",
         model=tmp_path / "model",
