@@ -64,6 +64,7 @@ PANELS: Mapping[str, Panel] = {
     "batch": lambda run, _: panels.batch_arithmetic(run),
     "provenance": lambda run, _: panels.provenance(run),
     "rollouts": _table,
+    "excerpt": lambda run, asked: rollout_tables.excerpt(run, _number(asked, "step"), _number(asked, "rows")),
     "group": lambda run, asked: rollout_tables.group(
         run, _number(asked, "step"), _number(asked, "prompt"), _kind(asked)
     ),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.page.answers import PANELS, STATIC, answer_or_why, to_json
-from rallypoint.page.rollout_tables import FILTERS
 from rallypoint.page.run_reader import RunReader
 from rallypoint.run.rollouts import rollout_files
 
@@ -27,14 +26,15 @@ _MOST_POINTS = 1000
 _ROWS, _MOST_STEPS = 48, 24
 _WHOLE = 8
 """Rollouts of a step that are in the file token by token."""
-_OF_STEPS = {"values", "timeline", "rollouts", "group", "rollout", "prompt"}
+_TOO_LARGE = "this is too large for a report: rally view RUN shows it"
+_OF_STEPS = {"values", "timeline", "rollouts", "excerpt", "group", "rollout", "prompt"}
 _OF_RUNS = ("summary", "series", *(name for name in PANELS if name not in {"summary", "series", *_OF_STEPS}))
 
 
 def write_report(runs: Sequence[RunReader], file: Path) -> str:
     """Write the page of runs into one file, whole or not at all; return a line on what of the rollouts is in it."""
-    data, said = _Gathered(runs).all()
-    text = page_with(data)
+    block, said = _Gathered(runs).all()
+    text = _page_with(block)
     assert len(text.encode()) <= MAX_BYTES, "what has no room is left out"
     part = file.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
@@ -42,12 +42,11 @@ def write_report(runs: Sequence[RunReader], file: Path) -> str:
     return said
 
 
-def page_with(data: Mapping[str, object]) -> str:
-    """Return the page with its answers in it."""
+def _page_with(block: str) -> str:
+    """Return the page with its answers in it, as JSON."""
     script, style = script_text(), (STATIC / "vendor/uPlot.min.css").read_text() + (STATIC / "page.css").read_text()
     sources = " ".join(f"{kind} '{_digest(text)}';" for kind, text in (("script-src", script), ("style-src", style)))
     policy = f"default-src 'none'; {sources} img-src data:; base-uri 'none'; form-action 'none'"
-    block = _escaped(data)
     html = (STATIC / "index.html").read_text(encoding="utf-8")
     html = re.sub(r"\s*<link rel=\"stylesheet\"[^>]*>", "", html)
     html = re.sub(r"\s*<script type=\"module\"[^>]*></script>", "", html)
@@ -84,12 +83,13 @@ class _Gathered:
     """The answers to what the page will ask, as many as there is room for."""
 
     def __init__(self, runs: Sequence[RunReader]) -> None:
-        self._runs, self._found = runs, dict[str, Any]()
-        self._left = MAX_BYTES - len(page_with({}).encode()) - 20_000
+        self._runs, self._found = runs, dict[str, str]()
+        """Question -> the answer, both as JSON."""
+        self._left = MAX_BYTES - len(_page_with("").encode()) - 20_000
         self._kept: dict[str, list[int]] = {run.name: [] for run in runs}
 
-    def all(self) -> tuple[dict[str, Any], str]:
-        """Return the answers, and a line on what of the rollouts is among them."""
+    def all(self) -> tuple[str, str]:
+        """Return the answers as JSON, and a line on what of the rollouts is among them."""
         self._add(self._ask("runs"))
         for name in _OF_RUNS:
             for run in self._runs:
@@ -98,52 +98,50 @@ class _Gathered:
         for run, other in itertools.combinations(self._runs, 2):
             self._add(self._ask("compare", run=run.name, **{"with": other.name}))
         for run, step in _in_turn(self._runs):
-            if self._fits(answers := self._of_step(run, step)):
-                self._add(answers)
+            if self._add(self._of_step(run, step), whole=True):
                 self._kept[run.name].append(step)
         said = {
             run.name: f"rollouts of {len(self._kept[run.name])} of {len(rollout_files(run.folder.path))} steps"
             for run in self._runs
         }
-        self._found["report"] = {"steps": {name: sorted(steps) for name, steps in self._kept.items()}, "said": said}
-        return self._found, "; ".join(f"{name}: {text}" for name, text in said.items())
+        steps = {name: sorted(steps) for name, steps in self._kept.items()}
+        self._found[_escaped("report")] = _escaped({"steps": steps, "said": said})
+        block = ",".join(f"{question}:{answer}" for question, answer in self._found.items())
+        return f"{{{block}}}", "; ".join(f"{name}: {text}" for name, text in said.items())
 
     def _ask(self, name: str, **asked: object) -> dict[str, Any]:
-        """Return an answer by its question, as `source.js` asks it."""
-        words = {key: str(value) for key, value in sorted(asked.items())}
-        return {to_json([name, *map(list, words.items())]): answer_or_why(self._runs, name, words)}
+        """Return an answer by its question."""
+        words = {key: str(value) for key, value in asked.items()}
+        return {_question(name, words): answer_or_why(self._runs, name, words)}
 
-    def _fits(self, answers: Mapping[str, Any]) -> bool:
-        return len(_escaped(answers).encode()) <= self._left
-
-    def _add(self, answers: Mapping[str, Any]) -> None:
-        for key, value in answers.items():
-            kept = {key: value}
-            if not self._fits(kept):
-                kept = {key: {"error": "this is too large for a report: rally view RUN shows it"}}
-            self._left -= len(_escaped(kept).encode())
-            self._found |= kept
+    def _add(self, answers: Mapping[str, Any], *, whole: bool = False) -> bool:
+        """Add answers, in place of one that is too large that; or, if `whole`, none where not all have room."""
+        written = {_escaped(question): _escaped(answer) for question, answer in answers.items()}
+        sizes = {question: len(f"{question}:{answer},".encode()) for question, answer in written.items()}
+        if whole and sum(sizes.values()) > self._left:
+            return False
+        for question, answer in written.items():
+            is_kept = sizes[question] <= self._left
+            self._found[question] = answer if is_kept else _escaped({"error": _TOO_LARGE})
+            self._left -= sizes[question] if is_kept else len(question) + len(self._found[question])
+        return True
 
     def _of_step(self, run: RunReader, step: int) -> dict[str, Any]:
-        """Return whole groups of a step: some of each filter, the best and the worst, and then in order."""
+        """Return whole groups of a step, its bars and its numbers, and some rollouts token by token."""
         where = {"run": run.name, "step": step}
-        ((key, table),) = self._ask("rollouts", **where, limit=512).items()
-        key, rows = (
-            to_json(["rollouts", *([name, str(value)] for name, value in where.items())]),
-            table.get("rows", []),
-        )
-        scored = sorted((row for row in rows if row["score"] is not None), key=lambda row: row["score"])
-        tagged = [row for name in FILTERS for row in [one for one in rows if name in one["tags"]][:1]]
-        size = max(1, len([row for row in rows if row["prompt_index"] == rows[0]["prompt_index"]])) if rows else 1
-        in_order = (row["prompt_index"] for row in (*tagged, *scored[:1], *scored[-1:], *rows))
-        groups = set(list(dict.fromkeys(in_order))[: max(1, _ROWS // size)])
-        kept = [row for row in rows if row["prompt_index"] in groups]
-        found = {key: table | {"rows": kept} if rows else table}
+        (table,) = self._ask("excerpt", **where, rows=_ROWS).values()
+        kept = table.get("rows", [])
+        found = {_question("rollouts", where): table}
         found |= self._ask("timeline", **where) | self._ask("values", **where)
         first = {row["prompt_index"]: row["place"] for row in reversed(kept)}
         for place in list(dict.fromkeys([*first.values(), *(row["place"] for row in kept)]))[:_WHOLE]:
             found |= self._ask("rollout", **where, place=place)
         return found
+
+
+def _question(name: str, asked: Mapping[str, object]) -> str:
+    """Return a question as `source.js` asks it."""
+    return to_json([name, *([key, str(value)] for key, value in sorted(asked.items()))])
 
 
 def _in_turn(runs: Sequence[RunReader]) -> Iterator[tuple[RunReader, int]]:

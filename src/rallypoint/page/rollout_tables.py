@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from rallypoint.errors import RunFolderError
 from rallypoint.page.run_reader import Snapshot
 from rallypoint.page.timing import JSON
-from rallypoint.run.rollouts import Kind, rollout_files, scores_in
+from rallypoint.run.rollouts import Kind, rollout_files
 from rallypoint.run.step_rollouts import NO_SIGNAL, REPLACED
 
 CUT = 400
@@ -41,70 +41,108 @@ _TEXTS = (
 _NUMBERS = ("prompt_index", "sample_index", "score", "version", "num_tool_calls", "num_tool_errors")
 LIGHT = (*_TEXTS, *_NUMBERS, "reward_parts", "replaced")
 TOKENS = ("advantages", "old_logprobs", "rollout_logprobs")
-FILTERS: Mapping[str, Callable[[JSON], bool]] = {
-    "trained": lambda row: row["is_trained"],
-    "no signal": lambda row: row["untrained"] in (NO_SIGNAL, REPLACED) or (row["is_trained"] and not row["has_signal"]),
-    "failed": lambda row: row["failure"] is not None,
-    "truncated": lambda row: row["finish_reason"] == "length",
-    "empty": lambda row: row["length"] <= 1 or not row["response"].strip(),
-    "replaced": lambda row: bool(row["replaced"]),
-}
-"""Name of a filter -> whether it keeps a row."""
-SORTS: Mapping[str, Callable[[JSON], Any]] = {
-    "batch": lambda row: row["place"],
-    "score": lambda row: row["score"],
-    "advantage": lambda row: row["advantage"],
-    "length": lambda row: row["length"],
-    "gap": lambda row: row["gap"],
-}
+FILTERS = ("trained", "no signal", "failed", "truncated", "empty", "replaced")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The rollouts of a file as columns, in the order of the batch and without their tokens."""
+
+    light: Any
+    """Table of `LIGHT`; what a file of an older version lacks is null."""
+    numbers: Mapping[str, np.ndarray]
+    """What rows are sorted by -> of each row; not finite where it is not known."""
+    tags: Mapping[str, np.ndarray]
+    """Name in `FILTERS` -> whether it keeps each row."""
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """The prompt of each row."""
+        return self.light.column("prompt_index").to_numpy()
+
+    def texts(self, name: str) -> list[str | None]:
+        """Return a column of text."""
+        return self.light.column(name).to_pylist()
+
+    def rows(self, places: Sequence[int] | np.ndarray, most: int = CUT) -> list[JSON]:
+        """Return the rows of some places, with texts cut."""
+        light: list[JSON] = self.light.take(places).to_pylist(maps_as_pydicts="strict")
+        for place, row in zip(map(int, places), light, strict=True):
+            row |= {
+                name: text[:most] + " …" for name, text in row.items() if isinstance(text, str) and len(text) > most
+            }
+            row |= {name: _finite(float(self.numbers[name][place])) for name in ("score", "advantage", "gap")}
+            row |= {"place": place, "length": int(self.numbers["length"][place])}
+            row["tags"] = [name for name in FILTERS if self.tags[name][place]]
+            row["is_trained"] = "trained" in row["tags"]
+        return light
 
 
 @functools.lru_cache(maxsize=8)
-def _rows(file: Path, changed: float) -> list[JSON]:
-    """Return the rollouts of a file without their tokens.
+def _rollouts(file: Path, changed: float) -> Rollouts:
+    """Return the rollouts of a file.
 
     Raises:
         RunFolderError: it cannot be read.
     """
     del changed
-    table, is_step = read(file, (*LIGHT, "loss_mask", *TOKENS)), file.name.startswith("step")
-    there = [name for name in LIGHT if name in table.column_names]  # fewer in a file of an older version
-    light: list[JSON] = table.select(there).to_pylist(maps_as_pydicts="strict")
-    masks, advantages, old, sampled = (_column(table, name) for name in ("loss_mask", *TOKENS))
-    for place, (row, mask, advantage, a, b) in enumerate(zip(light, masks, advantages, old, sampled, strict=True)):
-        here = None if mask is None else mask.astype(bool)
-        gaps = None if a is None or b is None else np.abs(a - b)[here]
-        more: JSON = {
-            "place": place,
-            "score": _finite(row["score"]),
-            "length": 0 if here is None else int(here.sum()),
-            "advantage": None if advantage is None else _mean_advantage(advantage[here]),
-            "gap": None if gaps is None or not len(gaps) else _finite(float(gaps.max())),
-        }
-        row.update({name: None for name in LIGHT if name not in there} | more)
-        row["is_trained"] = is_step and row["failure"] is None and row["untrained"] is None
-        if "untrained" not in there:
-            row["is_trained"] &= bool(row["advantage"])
-    with_signal = {row["prompt_index"] for row in light if row["advantage"]}
-    for row in light:
-        row["has_signal"] = row["prompt_index"] in with_signal
-        row["tags"] = [name for name, keeps in FILTERS.items() if keeps(row)]
-    return light
+    table = read(file, (*LIGHT, "loss_mask", *TOKENS))
+    lacking = [name for name in LIGHT if name not in table.column_names]
+    for name in lacking:
+        table = table.append_column(name, [[None] * len(table)])
+    numbers = _numbers(table)
+    light = table.select(LIGHT)
+    return Rollouts(light, numbers, _tags(light, numbers, file.name.startswith("step"), "untrained" in lacking))
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _numbers(table: Any) -> dict[str, np.ndarray]:
+    """Return what rows are sorted by: a mean advantage of 0 only if all are 0, so that there is no signal."""
+
+    def flat(name: str) -> tuple[np.ndarray, np.ndarray]:
+        found = table.column(name).combine_chunks()
+        return found.flatten().to_numpy(zero_copy_only=False), np.repeat(np.arange(len(found)), np.diff(found.offsets))
+
+    def of_trained(name: str) -> np.ndarray:
+        values = np.full(len(mask), np.nan)
+        is_there = table.column(name).is_valid().to_numpy()
+        values[is_there[row_of]] = flat(name)[0]
+        return values[mask]
+
+    mask, row_of = flat("loss_mask")
+    mask = mask.astype(bool)
+    rows, num = row_of[mask], len(table)
+    lengths, advantages = np.bincount(rows, minlength=num), of_trained("advantages")
+    means = np.bincount(rows, advantages, num) / np.maximum(lengths, 1)
+    for row in np.unique(rows[(means[rows] == 0) & (advantages != 0)]):
+        own = advantages[rows == row]
+        means[row] = own[np.abs(own).argmax()]
+    means[table.column("advantages").is_null().to_numpy()] = np.nan
+    gaps = np.full(num, -np.inf)
+    differences = np.abs(of_trained("old_logprobs") - of_trained("rollout_logprobs"))
+    np.maximum.at(gaps, rows, np.nan_to_num(differences, nan=np.inf))
+    scores = table.column("score").to_numpy()
+    return {"batch": np.arange(num), "score": scores, "advantage": means, "length": lengths, "gap": gaps}
 
 
-def _mean_advantage(values: np.ndarray) -> float | None:
-    """Return the mean of a rollout's advantages: 0 only if all are 0, so that there is no signal.
+def _tags(light: Any, numbers: Mapping[str, np.ndarray], is_step: bool, lacks_why: bool) -> dict[str, np.ndarray]:
+    """Return which rows each filter keeps; `lacks_why`: the file does not say why nothing was learned from a row."""
+    failed, prompts = light.column("failure").is_valid().to_numpy(), light.column("prompt_index").to_numpy()
+    has_advantage = np.nan_to_num(numbers["advantage"]) != 0
+    trained = is_step & ~failed & (has_advantage if lacks_why else light.column("untrained").is_null().to_numpy())
+    lost = np.isin(light.column("untrained").to_pylist(), (NO_SIGNAL, REPLACED))
+    is_blank = [not text.strip() for text in light.column("response").to_pylist()]
+    return {
+        "trained": trained,
+        "no signal": lost | (trained & ~np.isin(prompts, prompts[has_advantage])),
+        "failed": failed,
+        "truncated": np.isin(light.column("finish_reason").to_pylist(), "length"),
+        "empty": (numbers["length"] <= 1) | is_blank,
+        "replaced": np.equal(light.column("replaced").to_pylist(), True),
+    }
 
-    >>> _mean_advantage(np.array([1.0, 2.0])), _mean_advantage(np.array([1.0, -1.0])), _mean_advantage(np.zeros(2))
-    (1.5, 1.0, 0.0)
-    """
-    if not values.any():
-        return 0.0
-    return _finite(float(values.mean() or values[np.abs(values).argmax()]))
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def read(file: Path, columns: Sequence[str] | None = None, part: int | None = None) -> Any:
@@ -128,16 +166,6 @@ def read(file: Path, columns: Sequence[str] | None = None, part: int | None = No
         raise RunFolderError(f"{file} cannot be read: {error}") from error
 
 
-def _column(table: Any, name: str) -> list[np.ndarray | None]:
-    """Return a list column as an array for each row; None for null."""
-    found = table.column(name).combine_chunks()
-    if found.null_count == len(found):
-        return [None] * len(found)
-    offsets, values = found.offsets.to_numpy(), found.values.to_numpy(zero_copy_only=False)
-    is_there = found.is_valid().to_numpy(zero_copy_only=False)
-    return [values[offsets[row] : offsets[row + 1]] if is_there[row] else None for row in range(len(found))]
-
-
 def file_of(run: Snapshot, step: int, kind: Kind) -> Path:
     """Return the file of a step's rollouts.
 
@@ -155,14 +183,9 @@ def file_of(run: Snapshot, step: int, kind: Kind) -> Path:
     return file
 
 
-def rows_of(run: Snapshot, step: int, kind: Kind) -> list[JSON]:
-    """Return the rollouts of a step, without their tokens, in the order of the batch.
-
-    Raises:
-        RunFolderError: there are none, or their file is damaged.
-    """
+def _of_step(run: Snapshot, step: int, kind: Kind) -> Rollouts:
     file = file_of(run, step, kind)
-    return _rows(file, file.stat().st_mtime)
+    return _rollouts(file, file.stat().st_mtime)
 
 
 def table(
@@ -184,46 +207,57 @@ def table(
         kind: those that were trained on, or those of the validation after it.
         search: text that the name, prompt, response or failure has, in any case.
         only: a name in `FILTERS`; another one keeps all.
-        sort: a name in `SORTS`; with `-` before it the largest first. Rows without a value come last.
+        sort: a name in `Rollouts.numbers`; with `-` before it the largest first. Rows without a value come last.
         offset: first row.
         limit: number of rows.
 
     Raises:
         RunFolderError: there are none, or their file is damaged.
     """
-    every = rows_of(run, step, kind)
-    rows = [row for row in every if only not in FILTERS or only in row["tags"]]
+    found = _of_step(run, step, kind)
+    places = np.arange(len(found.prompts))
+    is_wanted = found.tags.get(only, places >= 0)
     if wanted := search.casefold():
-        texts = ("name", "prompt", "response", "failure", "answer")
-        rows = [row for row in rows if any(wanted in (row[name] or "").casefold() for name in texts)]
-    of, sign = SORTS.get(sort.lstrip("-"), SORTS["batch"]), -1 if sort.startswith("-") else 1
-    rows = sorted(rows, key=lambda row: (of(row) is None, sign * (of(row) or 0)))
-    scores = sorted(row["score"] for row in rows if row["score"] is not None)
+        columns = zip(*map(found.texts, ("name", "prompt", "response", "failure", "answer")), strict=True)
+        is_wanted = is_wanted & [any(wanted in (text or "").casefold() for text in texts) for texts in columns]
+    values = found.numbers.get(sort.lstrip("-"), places)[is_wanted]
+    values = np.where(np.isfinite(values), -values if sort.startswith("-") else values, np.nan)
+    places = places[is_wanted][np.argsort(values, kind="stable")]
+    return _summary(found, step, kind, places) | {"rows": found.rows(places[offset : offset + limit])}
+
+
+def _summary(found: Rollouts, step: int, kind: Kind, places: np.ndarray) -> JSON:
+    """Return the head of a table of some rows of a step."""
+    scores = found.numbers["score"][places]
+    finite = scores[np.isfinite(scores)]
+    ends = np.quantile(finite, (0.1, 0.5, 0.9)).tolist() if len(finite) else [None] * 3
     return {
         "step": step,
         "kind": kind,
-        "total": len(every),
-        "filters": {name: sum(name in row["tags"] for row in every) for name in FILTERS},
-        "found": len(rows),
-        "group_size": max(Counter(row["prompt_index"] for row in every).values(), default=1),
-        "scores": [len(scores), *(_quantile(scores, share) for share in (0.1, 0.5, 0.9))],
-        "rows": [cut(row) for row in rows[offset : offset + limit]],
+        "total": len(found.prompts),
+        "filters": {name: int(keeps.sum()) for name, keeps in found.tags.items()},
+        "found": len(places),
+        "group_size": max(Counter(found.prompts.tolist()).values(), default=1),
+        "scores": [len(finite), *ends],
     }
 
 
-def cut(row: JSON, most: int = CUT) -> JSON:
-    """Return a row of the table with its texts cut."""
-    short = {name: text[:most] + " …" for name, text in row.items() if isinstance(text, str) and len(text) > most}
-    return {**row, **short}
+def excerpt(run: Snapshot, step: int, num_rows: int) -> JSON:
+    """Return a step's table with about so many rows: groups with some of each filter, the best, the worst, and others.
 
-
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Return a quantile of sorted values by linear interpolation; None of none.
-
-    >>> _quantile([0.0, 1.0, 2.0], 0.25)
-    0.5
+    Raises:
+        RunFolderError: there are none, or their file is damaged.
     """
-    return float(np.quantile(values, share)) if values else None
+    found = _of_step(run, step, "step")
+    prompts, scores = found.prompts, found.numbers["score"]
+    scored = np.flatnonzero(np.isfinite(scores))
+    telling = [np.flatnonzero(keeps)[:1] for keeps in found.tags.values()]
+    by_score = scored[np.argsort(scores[scored], kind="stable")]
+    first = np.concatenate([*telling, by_score[:1], by_score[-1:]])
+    in_order = list(dict.fromkeys([*prompts[first].tolist(), *prompts.tolist()]))
+    size = max(1, int((prompts == prompts[:1]).sum()))
+    places = np.flatnonzero(np.isin(prompts, in_order[: max(1, num_rows // size)]))
+    return _summary(found, step, "step", np.arange(len(prompts))) | {"rows": found.rows(places)}
 
 
 def spread(run: Snapshot, max_steps: int = 400) -> JSON:
@@ -231,28 +265,21 @@ def spread(run: Snapshot, max_steps: int = 400) -> JSON:
     files = rollout_files(run.folder.path)
     stride = max(1, math.ceil(len(files) / max_steps))
     found = [(step, _index(file, file.stat().st_mtime)) for step, file in list(files.items())[::stride]]
-    there = [(step, one.scores) for step, one in found if one.scores is not None]
+    there = [(step, ends) for step, (_, ends) in found if ends is not None]
     return {"steps": [step for step, _ in there], "low": [s[0] for _, s in there], "high": [s[1] for _, s in there]}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Index:
-    """What is kept of many files."""
-
-    names: frozenset[str] = frozenset()
-    scores: tuple[float, float] | None = None
-    """Their 10th and 90th percentile; None without a score."""
-
-
 @functools.lru_cache(maxsize=4096)
-def _index(file: Path, changed: float) -> _Index:
+def _index(file: Path, changed: float) -> tuple[frozenset[str], tuple[float, float] | None]:
+    """Return what is kept of many files: names, and the 10th and 90th percentile of scores; None without a score."""
+    del changed
     try:
-        rows = scores_in(file, changed)
+        table = read(file, ("name", "score"))
     except RunFolderError:  # the panel of its rollouts says so
-        return _Index()
-    scores = [score for *_, score in rows if score is not None]
-    ends = (float(np.quantile(scores, 0.1)), float(np.quantile(scores, 0.9))) if scores else None
-    return _Index(frozenset(name for name, *_ in rows), ends)
+        return frozenset(), None
+    scores = table.column("score").drop_null().to_numpy()
+    ends = (float(np.quantile(scores, 0.1)), float(np.quantile(scores, 0.9))) if len(scores) else None
+    return frozenset(table.column("name").to_pylist()), ends
 
 
 def group(run: Snapshot, step: int, prompt: int, kind: Kind = "step") -> JSON:
@@ -261,15 +288,14 @@ def group(run: Snapshot, step: int, prompt: int, kind: Kind = "step") -> JSON:
     Raises:
         RunFolderError: there is none of that prompt.
     """
-    rows = [row for row in rows_of(run, step, kind) if row["prompt_index"] == prompt]
-    if not rows:
+    found = _of_step(run, step, kind)
+    places = np.flatnonzero(found.prompts == prompt)
+    if not len(places):
         raise RunFolderError(f"{kind} {step} has no prompt {prompt}")
-    first = rows[0]
+    (first,) = found.rows(places[:1], MOST_TEXT)
     return {
-        "prompt": first["prompt"][:MOST_TEXT],
-        "name": first["name"],
-        "ground_truth": first["ground_truth"],
-        "rows": [{**cut(row, _MOST_BESIDE), "prompt": ""} for row in rows],
+        **{name: first[name] for name in ("prompt", "name", "ground_truth")},
+        "rows": [row | {"prompt": ""} for row in found.rows(places, _MOST_BESIDE)],
     }
 
 
@@ -279,7 +305,7 @@ def followed(run: Snapshot, name: str, max_steps: int = 100) -> JSON:
 
     found = list[JSON]()
     for step, file in reversed(rollout_files(run.folder.path).items()):
-        if name not in _index(file, file.stat().st_mtime).names:
+        if name not in _index(file, file.stat().st_mtime)[0]:
             continue
         table = read(file, ("name", "prompt_index", "score", "response"))
         rows = table.filter(pc.field("name") == name).to_pylist()
