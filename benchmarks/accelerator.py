@@ -24,7 +24,7 @@ import torch
 from figures import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from rallypoint.algorithms import policy_loss
+from rallypoint.algorithms.losses import policy_loss
 from rallypoint.config import LoRAConfig, load_config
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.engine.determinism import prepare_process

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from update import GROUP_SIZE, PROMPT_TOKENS, SHAPES, make_model, make_rows
 
-from rallypoint.algorithms import policy_loss
+from rallypoint.algorithms.losses import policy_loss
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TrainingEngine, policy_outputs

@@ -48,7 +48,7 @@ Phases = dict[str, Callable[[], None]]
 
 def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, judges: bool) -> Phases:
     """Our engines, both on the very same model; `at_once` tokens in a micro-batch."""
-    from rallypoint.algorithms import policy_loss
+    from rallypoint.algorithms.losses import policy_loss
     from rallypoint.config import OptimizerConfig
     from rallypoint.engine import TrainingEngine, policy_outputs
     from rallypoint.generation import NativeEngine, Request, SamplingParams

@@ -79,7 +79,7 @@ def make_model(shape: Shape, dtype: torch.dtype, attention: str) -> LlamaForCaus
 
 def ours(shape: Shape, dtype: torch.dtype, num_rows: int, at_once: int, *, apart: bool) -> Callable[[], None]:
     """The engine's passes, `at_once` tokens at a time at most; `apart` computes a prompt for each of its rows."""
-    from rallypoint.algorithms import entropy_bonus, policy_loss
+    from rallypoint.algorithms.losses import entropy_bonus, policy_loss
     from rallypoint.config import OptimizerConfig
     from rallypoint.engine import TrainingEngine, policy_outputs
     from rallypoint.models import ATTENTION, ModelShard

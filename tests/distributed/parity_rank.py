@@ -22,15 +22,9 @@ from ranks import (
 )
 from torch import Tensor
 
-from rallypoint.algorithms import (
-    DistillationLoss,
-    LossInputs,
-    PreferenceLoss,
-    entropy_bonus,
-    kl_loss,
-    policy_loss,
-    value_loss,
-)
+from rallypoint.algorithms import DistillationLoss, LossInputs, PreferenceLoss
+from rallypoint.algorithms.critic_losses import value_loss
+from rallypoint.algorithms.losses import entropy_bonus, kl_loss, policy_loss
 from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs

@@ -8,22 +8,13 @@ prompt, B = P*G rows, T tokens (of a packed stream), V vocabulary; N is the numb
 annotation is B+1, the length of offsets.
 """
 
-from rallypoint.algorithms.advantages import (
-    gae_advantages,
-    group_relative_token_advantages,
-    group_relative_turn_advantages,
-    step_group_advantages,
-    turn_gae_advantages,
-    turn_returns,
-    whiten,
-)
 from rallypoint.algorithms.aggregation import Weights, aggregate
 from rallypoint.algorithms.corrections import CORRECTIONS, Correction, correct, gap_metrics
-from rallypoint.algorithms.critic_losses import ValueLoss, explained_variance, value_loss
+from rallypoint.algorithms.critic_losses import explained_variance
 from rallypoint.algorithms.distillation import DistillationLoss, LossStreams
 from rallypoint.algorithms.estimators import ADVANTAGES, GAE
 from rallypoint.algorithms.group_relative import Advantage
-from rallypoint.algorithms.kl import KL, AdaptiveKL, KLEstimator, kl_penalty
+from rallypoint.algorithms.kl import KL, AdaptiveKL, kl_penalty
 from rallypoint.algorithms.loss_functions import (
     ActorLoss,
     ClippedValueLoss,
@@ -32,11 +23,11 @@ from rallypoint.algorithms.loss_functions import (
     LossInputs,
     TokenOutputs,
 )
-from rallypoint.algorithms.losses import OBJECTIVES, EntropyBonus, KLLoss, entropy_bonus, kl_loss, policy_loss
+from rallypoint.algorithms.losses import OBJECTIVES
 from rallypoint.algorithms.own import OwnAdvantage, OwnObjective, tensors_of
-from rallypoint.algorithms.policy_losses import PolicyLoss, PolicyObjective, PolicyTokens
+from rallypoint.algorithms.policy_losses import PolicyObjective, PolicyTokens
 from rallypoint.algorithms.rewards import Rewards
-from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, overlong_penalty, rows_that_learn
+from rallypoint.algorithms.shaping import OverlongPenalty, RowMask, rows_that_learn
 from rallypoint.algorithms.supervised import BradleyTerry, CrossEntropy, PreferenceLoss
 from rallypoint.algorithms.weigh import has_signal, rows_with_signal, weigh, weigh_valued
 
@@ -55,45 +46,28 @@ __all__ = [
     "CrossEntropy",
     "Denominator",
     "DistillationLoss",
-    "EntropyBonus",
-    "KLEstimator",
-    "KLLoss",
     "LossFunction",
     "LossInputs",
     "LossStreams",
     "OverlongPenalty",
     "OwnAdvantage",
     "OwnObjective",
-    "PolicyLoss",
     "PolicyObjective",
     "PolicyTokens",
     "PreferenceLoss",
     "Rewards",
     "RowMask",
     "TokenOutputs",
-    "ValueLoss",
     "Weights",
     "aggregate",
     "correct",
-    "entropy_bonus",
     "explained_variance",
-    "gae_advantages",
     "gap_metrics",
-    "group_relative_token_advantages",
-    "group_relative_turn_advantages",
     "has_signal",
-    "kl_loss",
     "kl_penalty",
-    "overlong_penalty",
-    "policy_loss",
     "rows_that_learn",
     "rows_with_signal",
-    "step_group_advantages",
     "tensors_of",
-    "turn_gae_advantages",
-    "turn_returns",
-    "value_loss",
     "weigh",
     "weigh_valued",
-    "whiten",
 ]

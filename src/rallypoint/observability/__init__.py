@@ -3,7 +3,9 @@
 Must not know: the run's folder, displays; it takes and returns plain numbers and texts.
 """
 
-from rallypoint.observability.health import Health, Rule, health, rules
-from rallypoint.observability.spans import Spans, collect_spans, span
+from rallypoint.observability.spans import collect_spans, span
 
-__all__ = ["Health", "Rule", "Spans", "collect_spans", "health", "rules", "span"]
+__all__ = [
+    "collect_spans",
+    "span",
+]

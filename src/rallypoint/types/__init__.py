@@ -18,7 +18,7 @@ from rallypoint.types.batch import (
     Sequences,
     ValuedBatch,
 )
-from rallypoint.types.carrier import Carrier, offsets_from_lengths, per_row, per_token, token_index
+from rallypoint.types.carrier import offsets_from_lengths, token_index
 from rallypoint.types.metrics import AtMaximum, Last, Maximum, Mean, Metric, Metrics, Minimum, Sum, merge
 from rallypoint.types.trajectory import ROOT, Limit, Trajectory, Turn, assemble
 
@@ -26,7 +26,6 @@ __all__ = [
     "ROOT",
     "ActorBatch",
     "AtMaximum",
-    "Carrier",
     "CriticBatch",
     "DistilledBatch",
     "FirstPass",
@@ -52,7 +51,5 @@ __all__ = [
     "assemble",
     "merge",
     "offsets_from_lengths",
-    "per_row",
-    "per_token",
     "token_index",
 ]

@@ -32,10 +32,10 @@ from rallypoint.algorithms import (
     LossInputs,
     TokenOutputs,
     kl_penalty,
-    overlong_penalty,
     weigh,
     weigh_valued,
 )
+from rallypoint.algorithms.shaping import overlong_penalty
 from rallypoint.types import ActorBatch, JudgedBatch, Sequences
 
 GROUP_SIZE = 16

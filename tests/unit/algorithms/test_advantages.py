@@ -7,13 +7,13 @@ from formulas import advantages as formulas
 from hypothesis import given, settings, strategies as st
 from jaxtyping import TypeCheckError
 
-from rallypoint.algorithms import (
+from rallypoint.algorithms._rows import normalized_in_groups
+from rallypoint.algorithms.advantages import (
     gae_advantages,
     group_relative_token_advantages,
     group_relative_turn_advantages,
     whiten,
 )
-from rallypoint.algorithms._rows import normalized_in_groups
 from rallypoint.testing.cases import make_case
 
 numbers = st.integers(-64, 64).map(lambda n: n / 16)  # exact in float32

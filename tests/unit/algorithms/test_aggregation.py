@@ -10,10 +10,10 @@ from rallypoint.algorithms import (
     AdaptiveKL,
     aggregate,
     gap_metrics,
-    overlong_penalty,
     rows_that_learn,
     weigh,
 )
+from rallypoint.algorithms.shaping import overlong_penalty
 from rallypoint.testing import CASES
 from rallypoint.types import JudgedBatch, merge
 

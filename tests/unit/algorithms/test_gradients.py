@@ -11,20 +11,10 @@ import pytest
 import torch
 from enumerable_policy import POLICY
 
-from rallypoint.algorithms import (
-    ADVANTAGES,
-    KL,
-    OBJECTIVES,
-    PolicyTokens,
-    correct,
-    kl_loss,
-    kl_penalty,
-    policy_loss,
-    value_loss,
-    weigh,
-    weigh_valued,
-)
+from rallypoint.algorithms import ADVANTAGES, KL, OBJECTIVES, PolicyTokens, correct, kl_penalty, weigh, weigh_valued
 from rallypoint.algorithms.corrections import TIS
+from rallypoint.algorithms.critic_losses import value_loss
+from rallypoint.algorithms.losses import kl_loss, policy_loss
 
 NUM_TOKENS = 3
 COEF = 0.7

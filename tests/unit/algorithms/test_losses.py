@@ -6,7 +6,9 @@ from formulas import losses as formulas
 from hypothesis import given, strategies as st
 from random_cases import random_cases
 
-from rallypoint.algorithms import entropy_bonus, explained_variance, kl_loss, policy_loss, value_loss
+from rallypoint.algorithms import explained_variance
+from rallypoint.algorithms.critic_losses import value_loss
+from rallypoint.algorithms.losses import entropy_bonus, kl_loss, policy_loss
 from rallypoint.types import merge
 
 numbers = st.floats(-4, 4, width=32)

@@ -6,15 +6,8 @@ import pytest
 import torch
 from formulas import losses as formulas
 
-from rallypoint.algorithms import (
-    ADVANTAGES,
-    OverlongPenalty,
-    RowMask,
-    has_signal,
-    overlong_penalty,
-    weigh,
-    weigh_valued,
-)
+from rallypoint.algorithms import ADVANTAGES, OverlongPenalty, RowMask, has_signal, weigh, weigh_valued
+from rallypoint.algorithms.shaping import overlong_penalty
 from rallypoint.types import JudgedBatch
 
 LENGTHS = (1, 3, 2, 4, 0)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rallypoint.algorithms import ADVANTAGES, Rewards, step_group_advantages
+from rallypoint.algorithms import ADVANTAGES, Rewards
+from rallypoint.algorithms.advantages import step_group_advantages
 from rallypoint.types import Trajectory, Turn, assemble
 
 GIGPO = ADVANTAGES["gigpo"]

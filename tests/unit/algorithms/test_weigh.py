@@ -1,15 +1,8 @@
 import pytest
 import torch
 
-from rallypoint.algorithms import (
-    ADVANTAGES,
-    KL,
-    gae_advantages,
-    group_relative_token_advantages,
-    weigh,
-    weigh_valued,
-    whiten,
-)
+from rallypoint.algorithms import ADVANTAGES, KL, weigh, weigh_valued
+from rallypoint.algorithms.advantages import gae_advantages, group_relative_token_advantages, whiten
 from rallypoint.types import JudgedBatch, ValuedBatch
 
 MASK = torch.tensor([False, True, True, False, True, False, True])

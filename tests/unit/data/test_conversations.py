@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rallypoint.data import Conversation, DataSet, Message, load_conversations
+from rallypoint.data import DataSet, Message, load_conversations
+from rallypoint.data.conversations import Conversation
 from rallypoint.errors import DataError
 
 ASKED, ANSWERED = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}

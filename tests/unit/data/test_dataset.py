@@ -6,8 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.data import Example, Message, check_dataset_path, load_dataset
+from rallypoint.data import Example, Message, load_dataset
 from rallypoint.data.files import Problems
+from rallypoint.data.locate import check_dataset_path
 from rallypoint.errors import DataError
 
 GOOD = {

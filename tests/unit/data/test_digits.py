@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.data import load_dataset, make_digits, score_digits
-from rallypoint.data.digits import make_task
+from rallypoint.data import load_dataset, make_digits
+from rallypoint.data.digits import make_task, score_digits
 
 TASKS = st.tuples(st.sampled_from(["sort", "sequence", "sum"]), st.integers(2, 12))
 ANSWERS = st.text("0123456789", min_size=1, max_size=13)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.data import Mixture
+from rallypoint.data.stream import Mixture
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 

@@ -7,7 +7,8 @@ import pytest
 from chat_templates import LLAMA3, QWEN3, SPECIAL, ZEPHYR, make_chat_tokenizer, merging_tokenizer
 from sine_models import MARKED
 
-from rallypoint.data import Conversation, Conversations, Message, encode_rows, make_digits_tokenizer
+from rallypoint.data import Conversations, Message, encode_rows, make_digits_tokenizer
+from rallypoint.data.conversations import Conversation
 from rallypoint.errors import DataError
 from rallypoint.prepare.data_notes import say_fates
 

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rallypoint.data import (
-    Conversation,
     Conversations,
     Example,
     Message,
@@ -21,6 +20,7 @@ from rallypoint.data import (
     save_tokenizer,
 )
 from rallypoint.data.chat_text import chat_text
+from rallypoint.data.conversations import Conversation
 from rallypoint.data.template import check_template, complete_template, hold_clock, take_texts
 from rallypoint.errors import DataError, ModelError
 

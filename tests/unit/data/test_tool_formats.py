@@ -7,7 +7,8 @@ from hypothesis import given, strategies as st
 from spelled_calls import SPELLINGS, TOOLS, TYPES, WANTED, WRITTEN
 from tool_templates import FAMILIES, make_tool_tokenizer
 
-from rallypoint.data import AnswerReader, read_answer
+from rallypoint.data import AnswerReader
+from rallypoint.data.answers import read_answer
 from rallypoint.data.messages import calls_of, whole_text
 from rallypoint.data.tool_formats import deepseek, format_of, gemma, harmony, kimi, llama, mistral, tagged
 

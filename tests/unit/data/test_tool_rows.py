@@ -13,15 +13,8 @@ import pytest
 from chat_templates import QWEN3, make_chat_tokenizer, make_published_tokenizer
 from tool_templates import FAMILIES, LLAMA, QWEN25, make_tool_tokenizer
 
-from rallypoint.data import (
-    DataSet,
-    TemplateProbe,
-    encode_prompts,
-    encode_rows,
-    load_conversations,
-    load_dataset,
-    read_answer,
-)
+from rallypoint.data import DataSet, TemplateProbe, encode_prompts, encode_rows, load_conversations, load_dataset
+from rallypoint.data.answers import read_answer
 from rallypoint.data.template import take_texts
 from rallypoint.errors import DataError
 

@@ -15,12 +15,12 @@ from rallypoint.data import (
     RowStream,
     StreamedPrompts,
     StreamedRows,
-    Windows,
     encode_rows,
     load_conversations,
     make_digits_tokenizer,
 )
 from rallypoint.data.files import Problems
+from rallypoint.data.windows import Windows
 from rallypoint.errors import DataError
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rallypoint.data import score_digits
+from rallypoint.data.digits import score_digits
 from rallypoint.environments.reward import Wants, check_reward_spec, load_reward, wants_of
 from rallypoint.errors import RewardError
 

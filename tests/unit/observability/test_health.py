@@ -6,8 +6,7 @@ import pytest
 from rallypoint.config import RECIPES, RunConfig, leaves
 from rallypoint.config.fields import sections_in
 from rallypoint.config.recipes import unread_by
-from rallypoint.observability import health, rules
-from rallypoint.observability.health import MUST_BE_FINITE
+from rallypoint.observability.health import MUST_BE_FINITE, health, rules
 
 SOUND = {
     "reward/mean": 0.5,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rallypoint.display import PlainLines
 from rallypoint.display.state import Board
-from rallypoint.observability import health
+from rallypoint.observability.health import health
 from rallypoint.observability.trend import FLAT_STEPS, WINDOW, RewardTrend
 from rallypoint.run import RunInfo, StepReport, Summary
 

@@ -7,7 +7,6 @@ from tiny_models import make_tiny_model
 
 from rallypoint.config import load_config
 from rallypoint.data import (
-    Conversation as Talk,
     Conversations,
     Example,
     Message,
@@ -16,6 +15,7 @@ from rallypoint.data import (
     load_tokenizer,
     make_digits_tokenizer,
 )
+from rallypoint.data.conversations import Conversation as Talk
 from rallypoint.errors import ConfigError, DataError, ModelError, RequestError
 from rallypoint.model_files.locate import read_config
 from rallypoint.prepare.data_notes import check_sources, check_truths, repetitions

@@ -8,7 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, LossInputs, TokenOutputs, kl_loss, weigh
+from rallypoint.algorithms import ADVANTAGES, CORRECTIONS, OBJECTIVES, LossInputs, TokenOutputs, weigh
+from rallypoint.algorithms.losses import kl_loss
 from rallypoint.config import RunConfig, load_config, shipped_recipes
 from rallypoint.config.fields import Section, named_sections
 from rallypoint.config.recipes import COMPARES_GROUP, RECIPES

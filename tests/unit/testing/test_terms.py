@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from loss_terms import check_aggregation, check_kl, check_value_loss
 from random_cases import random_cases
 
-from rallypoint.algorithms import ADVANTAGES, KL, Weights, aggregate, kl_loss, kl_penalty, value_loss, weigh
+from rallypoint.algorithms import ADVANTAGES, KL, Weights, aggregate, kl_penalty, weigh
+from rallypoint.algorithms.critic_losses import value_loss
 from rallypoint.algorithms.kl import log_ratio
+from rallypoint.algorithms.losses import kl_loss
 from rallypoint.testing import ConformanceError
 
 KLS = {

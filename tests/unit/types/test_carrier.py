@@ -8,7 +8,6 @@ from hypothesis import given, strategies as st
 
 from rallypoint.types import (
     ActorBatch,
-    Carrier,
     JudgedBatch,
     PerToken,
     Prompts,
@@ -18,6 +17,7 @@ from rallypoint.types import (
     ValuedBatch,
     offsets_from_lengths,
 )
+from rallypoint.types.carrier import Carrier
 
 KINDS = (Prompts, Sequences, RolloutBatch, ScoredBatch, JudgedBatch, ValuedBatch, ActorBatch, PerToken)
 
