@@ -214,6 +214,15 @@ def own_signature(function: Callable[..., object]) -> inspect.Signature:
         return inspect.signature(lambda **_anything: None)
 
 
+def misfit(signature: inspect.Signature, num_arguments: int, expected: str) -> str | None:
+    """Say why a function cannot be called with so many arguments; None if it can."""
+    try:
+        signature.bind(*[None] * num_arguments)
+    except TypeError as error:
+        return f"{expected}; this one takes {signature}: {error}"
+    return None
+
+
 def format_user_traceback(error: BaseException, *, skip: Callable[[str], bool]) -> str:
     """Format an error without the leading frames whose file name is to be skipped."""
     frames = error.__traceback__

@@ -12,7 +12,6 @@ sessions, servers, torch, because configs are checked, and agents run, where tha
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Callable
 from typing import ClassVar, TypeAlias
@@ -22,7 +21,7 @@ from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.environments.in_process import RolloutTask
 from rallypoint.environments.reward import Wants
 from rallypoint.errors import UserCodeError
-from rallypoint.user_code import own_signature, split, written_signature
+from rallypoint.user_code import misfit, own_signature, split, written_signature
 
 _EXPECTED = "expected a function of (base_url, api_key, example), async or not"
 
@@ -97,7 +96,7 @@ def check_agent_spec(spec: str) -> str | None:
         signature = written_signature(*split(spec, usual_name="run"))
     except UserCodeError as error:
         return str(error)
-    return None if signature is None else _find_misfit_of(signature)
+    return None if signature is None else misfit(signature, 3, _EXPECTED)
 
 
 def find_misfit(function: object) -> str | None:
@@ -110,12 +109,4 @@ def find_misfit(function: object) -> str | None:
     """
     if not callable(function) or isinstance(function, type):
         return f"{_EXPECTED}, found {getattr(function, '__name__', type(function).__name__)}"
-    return _find_misfit_of(own_signature(function))
-
-
-def _find_misfit_of(signature: inspect.Signature) -> str | None:
-    try:
-        signature.bind(None, None, None)
-    except TypeError as error:
-        return f"{_EXPECTED}; this one takes {signature}: {error}"
-    return None
+    return misfit(own_signature(function), 3, _EXPECTED)

@@ -34,7 +34,7 @@ from rallypoint.errors import (
     UserCodeError,
     first_line,
 )
-from rallypoint.user_code import is_written_plain, own_signature, split
+from rallypoint.user_code import is_written_plain, misfit, own_signature, split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -264,9 +264,4 @@ def find_misfit(function: object) -> str | None:
     """Say why a function is not a plain episode."""
     if not callable(function):
         return f"{_EXPECTED}, found {type(function).__name__}"
-    signature = own_signature(function)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        return f"{_EXPECTED}; this one takes {signature}: {error}"
-    return None
+    return misfit(own_signature(function), 2, _EXPECTED)

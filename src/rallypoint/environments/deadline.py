@@ -23,10 +23,8 @@ class BoundedThread:
     """A thread that does one piece of work after another; nobody waits for it at the end of the program."""
 
     def __init__(self) -> None:
-        """Start it."""
-        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        """Start it with its first work."""
+        self._threads = DaemonThreads(1, "bounded")
 
     def do(self, work: Callable[[], ResultT], timeout_s: float) -> Future[ResultT]:
         """Return what work came to, or raised.
@@ -34,29 +32,17 @@ class BoundedThread:
         Raises:
             DeadlineError: it took too long; the thread takes no more.
         """
-        done: Future[ResultT] = Future()
-        self._asked.put(lambda: _settle(done, work))
+        done = self._threads.submit(work)
         wait([done], min(timeout_s, threading.TIMEOUT_MAX))
         if not done.done():
-            where = self._where()
+            where = self._threads.where()
             self.leave()
             raise DeadlineError(timeout_s, where)
         return done
 
     def leave(self) -> None:
         """Let it end with the work under way."""
-        self._asked.put(None)
-
-    def _serve(self) -> None:
-        while (work := self._asked.get()) is not None:
-            work()
-
-    def _where(self) -> str:
-        """Return the traceback of the user's frames in the work under way."""
-        frames = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
-        users = itertools.dropwhile(lambda one: is_ours(one.filename) or one.filename == threading.__file__, frames)
-        lines = "".join(traceback.format_list(list(users))).rstrip()
-        return f"Traceback (most recent call last):\n{lines}" if lines else ""
+        self._threads.leave()
 
 
 class DaemonThreads:
@@ -83,6 +69,13 @@ class DaemonThreads:
         """Sleep inside of some work; return whether there is reason to go on: False once they are closed."""
         return not self._is_closed.wait(seconds)
 
+    def where(self) -> str:
+        """Return the traceback of the user's frames in the work under way in the first thread."""
+        frames = traceback.extract_stack(sys._current_frames().get(self._threads[0].ident or 0))
+        users = itertools.dropwhile(lambda one: is_ours(one.filename) or one.filename == threading.__file__, frames)
+        lines = "".join(traceback.format_list(list(users))).rstrip()
+        return f"Traceback (most recent call last):\n{lines}" if lines else ""
+
     def close(self) -> None:
         """Cancel the work that waits, and let the threads end with what is under way."""
         self._is_closed.set()
@@ -101,7 +94,10 @@ class DaemonThreads:
         if self._is_closed.is_set():
             done.cancel()
         if done.set_running_or_notify_cancel():
-            _settle(done, work)
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
+                done.set_exception(error)
 
 
 def within(timeout_s: float, work: Callable[[], ResultT]) -> ResultT:
@@ -118,10 +114,3 @@ def within(timeout_s: float, work: Callable[[], ResultT]) -> ResultT:
         return thread.do(work, timeout_s).result()
     finally:
         thread.leave()
-
-
-def _settle(done: Future[ResultT], work: Callable[[], ResultT]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - raised again where the result is awaited
-        done.set_exception(error)

@@ -6,20 +6,20 @@ torch, because configs are checked before that is imported.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rallypoint.config.sections.sampling import SHIPPED_EPISODES
 from rallypoint.environments.blocking import is_plain
-from rallypoint.environments.given import GIVEN, how_to_give, is_given, named
+from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.environments.steps import find_misfit_of_class, play
 from rallypoint.errors import UserCodeError
 from rallypoint.user_code import (
     UserFunction,
     is_written_async,
     is_written_plain,
+    misfit,
     own_signature,
     split,
     written_signature,
@@ -37,13 +37,6 @@ _EXPECTED = "expected an async function of (client, example) or (prompt, client)
 _OR_CLASS = f"{_EXPECTED}, or a class with reset(example) and step(message)"
 
 
-@contextlib.contextmanager
-def giving_episode(episode: Episode) -> Iterator[str]:
-    """Yield the name under which a config may name an episode as long as the block lasts."""
-    with named(episode) as spec:
-        yield spec
-
-
 def check_episode_spec(spec: str) -> str | None:
     """Return what is wrong with the name of an episode, from the file's text alone; None when nothing can be seen."""
     if is_given(spec):
@@ -57,7 +50,7 @@ def check_episode_spec(spec: str) -> str | None:
         return None
     if not is_written_async(path, name) and not is_written_plain(path, name, first="client"):
         return f"{_OR_CLASS}, found {name}, which is not async"
-    return _find_misfit_of(signature)
+    return misfit(signature, 2, _EXPECTED)
 
 
 def load_episode(spec: str) -> Episode:
@@ -92,7 +85,7 @@ def find_misfit(function: object) -> str | None:
     is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or _is_async_object(function)
     if not is_async and not is_plain(function):
         return f"{_OR_CLASS}, found {name}, which is not async"
-    return _find_misfit_of(own_signature(function))
+    return misfit(own_signature(function), 2, _EXPECTED)
 
 
 def name_of(function: object) -> str:
@@ -121,11 +114,3 @@ def _is_async_object(function: object) -> bool:
     return inspect.iscoroutinefunction(getattr(function, "__call__", None)) or inspect.iscoroutinefunction(  # noqa: B004
         getattr(function, "func", None)  # of functools.partial
     )
-
-
-def _find_misfit_of(signature: inspect.Signature) -> str | None:
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        return f"{_EXPECTED}; this one takes {signature}: {error}"
-    return None

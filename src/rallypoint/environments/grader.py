@@ -17,11 +17,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from rallypoint.environments.child import GRACE_S
-from rallypoint.environments.deadline import BoundedThread
+from rallypoint.environments.deadline import BoundedThread, DaemonThreads
 from rallypoint.environments.futures import dealt, joined
 from rallypoint.environments.given import GIVEN, how_to_give, is_given
 from rallypoint.environments.outcome import (
@@ -97,14 +96,12 @@ class Inline:
     It takes microseconds, and nothing of it needs to be contained: a process would cost more than it does.
     """
 
+    num_at_once = sys.maxsize
+    """See `Grader.num_at_once`: it makes no call wait."""
+
     def __init__(self, function: RewardFunction) -> None:
         self.wants = wants_of(function)
         self._function = function
-
-    @property
-    def num_at_once(self) -> int:
-        """See `Grader.num_at_once`: it makes no call wait."""
-        return sys.maxsize
 
     def load(self) -> None:
         """It is there."""
@@ -148,44 +145,31 @@ class Waiting:
             num_threads: calls at once.
             timeout_s: of one call; infinite where the function keeps a deadline itself.
         """
-        self.wants = wants_of(function)
-        self._function, self._timeout_s = function, timeout_s
-        self._asked: SimpleQueue[tuple[Future[Sequence[Outcome]], Sequence[RewardCall]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self.wants, self.num_at_once = wants_of(function), num_threads
+        self._new = functools.partial(_Bounded, function, self.wants, timeout_s)
+        self._threads, self._own = DaemonThreads(num_threads, "reward"), threading.local()
+        self._bounded: list[_Bounded] = []
         self._busy: dict[int, Busy] = {}
-        self._is_closed = False
-
-    @property
-    def num_at_once(self) -> int:
-        """See `Grader.num_at_once`."""
-        return len(self._threads)
 
     def load(self) -> None:
-        """See `Grader.load`; a second time starts nothing."""
-        for thread in self._threads:
-            if thread.ident is None:
-                thread.start()
+        """It is there."""
 
     def submit(self, calls: Sequence[RewardCall]) -> list[Future[Outcome]]:
         """See `Grader.submit`; a call waits for a thread that is free."""
-        outcomes: list[Future[Outcome]] = []
-        for unit in units(calls, self.wants):
-            answer: Future[Sequence[Outcome]] = Future()
-            self._asked.put((answer, unit))
-            outcomes += dealt(answer, len(unit))
-        return outcomes
+        cut = units(calls, self.wants)
+        asked = [(self._threads.submit(functools.partial(self._ask, unit)), len(unit)) for unit in cut]
+        return [outcome for answer, num in asked for outcome in dealt(answer, num)]
 
-    def _work(self) -> None:
-        own, call = threading.get_ident(), _Bounded(self._function, self.wants, self._timeout_s)
-        while (asked := self._asked.get()) is not None:
-            answer, calls = asked
-            if self._is_closed:
-                answer.cancel()
-            elif answer.set_running_or_notify_cancel():
-                self._busy[own] = Busy(calls[0].name, answer)
-                answer.set_result(call([*map(_copied, calls)]))
-                del self._busy[own]
-        call.close()
+    def _ask(self, calls: Sequence[RewardCall]) -> Sequence[Outcome]:
+        """Call the function, with a thread for its deadline that is this one's own."""
+        if not hasattr(self._own, "call"):
+            self._own.call = self._new()
+            self._bounded.append(self._own.call)
+        self._busy[threading.get_ident()] = Busy(calls[0].name)
+        try:
+            return self._own.call([*map(_copied, calls)])
+        finally:
+            del self._busy[threading.get_ident()]
 
     def complain(self, warn: Callable[[str], None], warn_after_s: float) -> float:
         """See `Grader.complain`."""
@@ -194,9 +178,9 @@ class Waiting:
 
     def close(self) -> None:
         """Cancel the calls that wait, and let the threads end with those under way."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._asked.put(None)
+        self._threads.close()
+        for one in self._bounded:
+            one.close()
 
 
 class _Bounded:

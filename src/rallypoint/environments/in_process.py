@@ -7,15 +7,14 @@ such functions run, where that is not imported.
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 from rallypoint.environments.failures import EpisodeFailed, failure_kind_of
-from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded, named, packed
+from rallypoint.environments.given import GIVEN, how_to_give, is_given, loaded
 from rallypoint.environments.outcome import is_ours, unwrapped
 from rallypoint.environments.reward import Wants
 from rallypoint.environments.worker import FunctionCall, WorkerTask
@@ -121,13 +120,6 @@ class RolloutTask(WorkerTask[RolloutCallT, Returned | EpisodeFailed], Generic[Ro
     def timed_out(self, where: str) -> EpisodeFailed:
         """See `WorkerTask.timed_out`."""
         return EpisodeFailed("timeout", f"{self.WHOSE} took longer than {self.timeout_s:g} s", where)
-
-
-@contextlib.contextmanager
-def giving_to_processes(function: Callable[..., object]) -> Iterator[str]:
-    """Yield the name under which a config may name a function for processes as long as the block lasts."""
-    with named(function, function, *packed(function)) as spec:
-        yield spec
 
 
 def _plain(value: object) -> object:

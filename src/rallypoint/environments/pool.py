@@ -277,7 +277,8 @@ class Busy:
     """A call under way."""
 
     name: str
-    answer: Future[Any]
+    answer: Future[Any] | None = None
+    """What it will come to, where its process may be ended for that."""
     since: float = dataclasses.field(default_factory=time.monotonic)
     num_warnings: int = 0
 

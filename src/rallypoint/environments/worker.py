@@ -146,11 +146,18 @@ class Work(WorkerTask[RewardCall, Outcome]):
         wait: Callable[[Awaitable[object]], object],
     ) -> Sequence[Mapping[str, Any]]:
         """See `WorkerTask.answer`."""
-        return [as_json(outcome) for outcome in call_reward(function, calls, wants, wait)]
+        return [dataclasses.asdict(outcome) for outcome in call_reward(function, calls, wants, wait)]
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:
-        """See `WorkerTask.read`."""
-        return from_json(answer)
+        """See `WorkerTask.read`.
+
+        >>> Work("rewards.py:reward").read(dataclasses.asdict(Failure("raised", "the reward function raised KeyError")))
+        Failure(kind='raised', reason='the reward function raised KeyError', traceback='')
+        """
+        if "kind" in answer:
+            return Failure(**answer)
+        feedback, predicted = answer["feedback"], answer["answer"]
+        return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=feedback, answer=predicted)
 
     def raised(self, error: BaseException) -> Outcome:
         """See `WorkerTask.raised`."""
@@ -250,23 +257,6 @@ def _limit_memory(max_gib: float | None) -> None:
     if max_gib is not None:
         num_bytes = int(max_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON can hold it; `from_json` reads it."""
-    return dataclasses.asdict(outcome)
-
-
-def from_json(answer: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of an answer.
-
-    >>> from_json(as_json(Failure("raised", "the reward function raised ValueError: x")))
-    Failure(kind='raised', reason='the reward function raised ValueError: x', traceback='')
-    """
-    if "kind" in answer:
-        return Failure(**answer)
-    feedback, predicted = answer["feedback"], answer["answer"]
-    return Scores(tuple(answer["token_scores"]), answer["extras"], feedback=feedback, answer=predicted)
 
 
 def _answer(channel: Connection, answer: dict[str, Any]) -> None:

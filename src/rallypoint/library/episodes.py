@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from rallypoint.environments.agents import Agent
 from rallypoint.environments.blocking import PlainEpisode, is_plain
 from rallypoint.environments.environment import Episode
-from rallypoint.environments.episodes import giving_episode
-from rallypoint.environments.in_process import giving_to_processes
+from rallypoint.environments.given import named, packed
 from rallypoint.user_code import own_signature
 
 AnyEpisode: TypeAlias = str | Episode | PlainEpisode | Agent
@@ -20,9 +19,9 @@ def episode_spec(episode: AnyEpisode, stack: contextlib.ExitStack) -> str:
     """Return the name that a config has for an episode; a function has one until the stack is left."""
     if isinstance(episode, str):
         return episode
-    if is_plain(episode) or next(iter(own_signature(episode).parameters), "") == "base_url":
-        return stack.enter_context(giving_to_processes(episode))
-    return stack.enter_context(giving_episode(cast("Episode", episode)))
+    has_processes = is_plain(episode) or next(iter(own_signature(episode).parameters), "") == "base_url"
+    code, why_here = packed(episode) if has_processes else (None, "")
+    return stack.enter_context(named(episode, None, code, why_here))
 
 
 def episode_keys(episode: AnyEpisode | None, stack: contextlib.ExitStack) -> dict[str, object]:

@@ -12,7 +12,7 @@ import pytest
 from rallypoint.config import load_config
 from rallypoint.data import Example, Message
 from rallypoint.data.tokenizer import make_digits_tokenizer
-from rallypoint.environments.episodes import giving_episode
+from rallypoint.environments.given import named
 from rallypoint.environments.sandbox import open_sandbox
 from rallypoint.environments.shipped.passages import Passages
 from rallypoint.environments.shipped.tools import calculator, python, search
@@ -329,7 +329,7 @@ def test_a_function_that_cannot_be_described_is_refused(here):
 
 def test_python_gives_such_an_episode_too():
     given = ToolUse(calculator, max_turns=2)
-    with giving_episode(given) as spec:
+    with named(given) as spec:
         assert own_episode(load_checked("digits-grpo", [f"rollout.episode='{spec}'"]).config) is given
 
 

@@ -16,8 +16,8 @@ from rallypoint.config import RECIPES, load_config
 from rallypoint.cpu.threads import Lanes, few_threads
 from rallypoint.data import load_tokenizer
 from rallypoint.engine.determinism import prepare_process, process_as_found
-from rallypoint.environments.episodes import giving_episode, load_episode
-from rallypoint.environments.given import GIVEN
+from rallypoint.environments.episodes import load_episode
+from rallypoint.environments.given import GIVEN, named
 from rallypoint.library.rewards import specs_of, wanted_columns
 from rallypoint.library.training import _named
 from rallypoint.prepare.from_python import data_files, model_path
@@ -85,7 +85,7 @@ def test_episodes_of_one_name_are_two():
     both = make(), make()
 
     def start(which, barrier):
-        with giving_episode(both[which]) as spec:
+        with named(both[which]) as spec:
             barrier.wait(60)
             assert load_episode(spec) is both[which]
 

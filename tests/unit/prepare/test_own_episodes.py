@@ -3,7 +3,7 @@
 import pytest
 
 from rallypoint.environments.environment import single_turn
-from rallypoint.environments.episodes import giving_episode
+from rallypoint.environments.given import named
 from rallypoint.errors import ConfigError
 from rallypoint.prepare.material import examine_dry
 from rallypoint.prepare.own_functions import episode_of
@@ -81,9 +81,9 @@ def test_a_recipe_has_one_episode_its_own_or_that_of_the_config():
 
 
 def test_a_function_has_a_name_in_configs_as_long_as_python_gives_it():
-    with giving_episode(ours) as spec:
+    with named(ours) as spec:
         assert episode_of(load_checked("digits-grpo", [f"rollout.episode='{spec}'"]).config, None) is ours
-        inner = giving_episode(ours)
+        inner = named(ours)
         with inner as second:
             assert second != spec
     with pytest.raises(ConfigError, match="give it again"):
