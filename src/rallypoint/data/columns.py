@@ -6,7 +6,7 @@ Owns: their names. Must not know: what the cells mean.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rallypoint.data.files import Problems, Row, suggestion
 from rallypoint.data.locate import DataSet
@@ -19,12 +19,30 @@ _ELSEWHERE = {
 """Names of these columns in other data sets, the likeliest first; the second is our `ground_truth`."""
 
 
-class Columns:
+class NamedColumns:
     """The columns of one file, some of which may have other names there."""
 
-    def __init__(self, dataset: DataSet, label: str, unit: str, require_ground_truth: bool, problems: Problems) -> None:
-        self._theirs = {own: name for own, name in dataset.columns.items() if own in COLUMNS}
+    def __init__(self, dataset: DataSet, known: Collection[str]) -> None:
+        self._theirs = {own: name for own, name in dataset.columns.items() if own in known}
         self._key = dataset.columns_key
+
+    def theirs(self, place: str) -> str:
+        """Return what a column, or a part of one such as `prompt[0].role`, is called in the file."""
+        own = place.partition("[")[0].partition(".")[0]
+        return self._theirs.get(own, own) + place.removeprefix(own)
+
+    def misnamed(self, own: str, names: Sequence[str], where: str) -> str:
+        """Return the problem that a column which was named is not among some."""
+        theirs = self._theirs[own]
+        hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
+        return f"{where}: column '{theirs}', which {self._key}.{own} names, is missing{hint}"
+
+
+class Columns(NamedColumns):
+    """The columns of a file of prompts."""
+
+    def __init__(self, dataset: DataSet, label: str, unit: str, require_ground_truth: bool, problems: Problems) -> None:
+        super().__init__(dataset, COLUMNS)
         self._label, self._unit, self._problems = label, unit, problems
         self.require_ground_truth = require_ground_truth
         self._checked: set[tuple[str, ...]] = set()
@@ -45,11 +63,6 @@ class Columns:
             return row
         same = {name: row[name] for name in self._same if name in row}
         return same | {name: row[theirs] for name, theirs in self._theirs.items() if theirs in row}
-
-    def theirs(self, place: str) -> str:
-        """Return what a column, or a part of one such as `prompt[0].role`, is called in the file."""
-        own = place.partition("[")[0].partition(".")[0]
-        return self._theirs.get(own, own) + place.removeprefix(own)
 
     def are_there(self, names: Iterable[str]) -> bool:
         """Return whether a table has all that are required; report those that are not, and names nearly right."""
@@ -90,11 +103,9 @@ class Columns:
         return required
 
     def _missing(self, column: str, names: Sequence[str], where: str) -> str:
-        strangers = [name for name in names if name not in COLUMNS]
-        if (theirs := self._theirs.get(column)) is not None:
-            hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
-            return f"{where}: column '{theirs}', which {self._key}.{column} names, is missing{hint}"
-        hint = suggestion(column, strangers)
+        if column in self._theirs:
+            return self.misnamed(column, names, where)
+        hint = suggestion(column, [name for name in names if name not in COLUMNS])
         if not hint and (elsewhere := next((name for name in _ELSEWHERE[column] if name in names), None)):
             own = "ground_truth" if column == "reward_model" else column
             hint = f"; {elsewhere!r} may be it: set {self._key}.{own}={elsewhere}"

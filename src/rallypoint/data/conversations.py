@@ -24,7 +24,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeAlias
 
-from rallypoint.data.columns import quoted
+from rallypoint.data.columns import NamedColumns, quoted
 from rallypoint.data.dataset import open_rows
 from rallypoint.data.files import Problems, Row, suggestion
 from rallypoint.data.locate import DataSet, labelled
@@ -149,7 +149,7 @@ def read_conversations(
     table = open_rows(dataset, file, label, problems)
     if table is None:
         return
-    columns = _Columns(dataset)
+    columns = _Columns(dataset, _COLUMNS)
     if table.columns is not None and not columns.are_there(table.columns, kind, label, problems):
         return
     misfits: Counter[tuple[str, ...]] = Counter()
@@ -180,17 +180,8 @@ def read_conversations(
             problems.add(f"{label}: {count - 1:,} more rows have {quoted(present)}, too")
 
 
-class _Columns:
-    """The columns of one file, some of which may have other names there."""
-
-    def __init__(self, dataset: DataSet) -> None:
-        self._theirs = {own: name for own, name in dataset.columns.items() if own in _COLUMNS}
-        self._key = dataset.columns_key
-
-    def theirs(self, place: str) -> str:
-        """Return what a column, or a part of one such as `prompt[0].role`, is called in the file."""
-        own = place.partition("[")[0].partition(".")[0]
-        return self._theirs.get(own, own) + place.removeprefix(own)
+class _Columns(NamedColumns):
+    """The columns of a file of conversations, or of pairs."""
 
     def wanted(self, names: Sequence[str]) -> list[str]:
         """Return which columns of a table are read."""
@@ -200,7 +191,7 @@ class _Columns:
     def are_there(self, names: Sequence[str], kind: Kind, where: str, problems: Problems) -> bool:
         """Return whether a table has all columns of a form, and those that were named; report what is missing."""
         if _TOOLS in self._theirs and self._theirs[_TOOLS] not in names:
-            problems.add(self._misnamed(_TOOLS, names, where))
+            problems.add(self.misnamed(_TOOLS, names, where))
             return False
         return self.form(names, kind, where, problems) is not None
 
@@ -218,7 +209,7 @@ class _Columns:
         meant = max(_FORMS[kind], key=lambda form: len(set(form) & there))
         missing, *others = [own for own in meant if self.theirs(own) not in names]
         if missing in self._theirs:
-            problems.add(self._misnamed(missing, names, where))
+            problems.add(self.misnamed(missing, names, where))
             return None
         hint = suggestion(missing, strangers)
         if not hint and missing in likely:
@@ -226,11 +217,6 @@ class _Columns:
         forms = " or ".join(" and ".join(map(repr, form)) for form in _FORMS[kind])
         problems.add(f"{where}: column '{missing}' is missing{hint or f'; expected {forms}, found {quoted(names)}'}")
         return None
-
-    def _misnamed(self, own: str, names: Sequence[str], where: str) -> str:
-        theirs = self._theirs[own]
-        hint = suggestion(theirs, list(names)) or f"; found {quoted(names)}"
-        return f"{where}: column '{theirs}', which {self._key}.{own} names, is missing{hint}"
 
     def _renamed(self, likely: Mapping[str, str], names: Sequence[str]) -> str:
         """Return the keys by which the columns of another data set are read as ours."""

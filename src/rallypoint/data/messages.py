@@ -64,8 +64,8 @@ def calls_of(message: Mapping[str, object]) -> list[CallMessage]:
     [CallMessage(id='1', name='f', arguments={'a': 1})]
     """
     calls: list[CallMessage] = []
-    for call in map(_mapping, _listed(message.get("tool_calls") or [])):
-        function = _mapping(call.get("function") or call)
+    for call in map(as_mapping, as_list(message.get("tool_calls") or [])):
+        function = as_mapping(call.get("function") or call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
@@ -113,11 +113,13 @@ def with_arguments(message: Mapping[str, object], *, as_text: bool) -> dict[str,
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _listed(value: object) -> list[object]:
+def as_list(value: object) -> list[object]:
+    """Return a list as it is, and a list of anything else alone."""
     return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def as_mapping(value: object) -> Mapping[str, object]:
+    """Return an object as it is, and an empty one for anything else."""
     return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
 
 

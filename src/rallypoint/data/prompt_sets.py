@@ -44,8 +44,8 @@ class PromptSets:
         """Return at most `most` prompts of the validation set, by their position; None without a set."""
         if self.validation is None:
             return None
-        pairs = zip(self.validation.token_ids[:most], self.validation.examples[:most], strict=True)
-        return {index: Prompt(tuple(ids), example) for index, (ids, example) in enumerate(pairs)}
+        num = len(self.validation)
+        return {index: Prompt(*self.validation[index]) for index in range(num if most is None else min(num, most))}
 
 
 class TrainingPrompts:
@@ -70,8 +70,7 @@ class TrainingPrompts:
 
     def at(self, indices: Iterable[int]) -> dict[int, Prompt]:
         """Return prompts by their indices."""
-        train, rows = self._train, {index: self.example_index(index) for index in indices}
-        return {index: Prompt(tuple(train.token_ids[row]), train.examples[row]) for index, row in rows.items()}
+        return {index: Prompt(*self._train[self.example_index(index)]) for index in indices}
 
 
 def _order_of(config: RunConfig, train: EncodedPrompts | StreamedPrompts) -> PromptStream | Mixture | StreamedPrompts:

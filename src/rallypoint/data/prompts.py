@@ -41,6 +41,9 @@ class EncodedPrompts:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def __getitem__(self, place: int) -> tuple[tuple[int, ...], Example]:
+        return self.token_ids[place], self.examples[place]
+
     @property
     def sources(self) -> list[str]:
         """What the rows are of, each once."""

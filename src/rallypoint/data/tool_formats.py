@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from rallypoint.data.files import found
-from rallypoint.data.messages import MOST_DEEP, is_deep
+from rallypoint.data.messages import MOST_DEEP, as_list, as_mapping, is_deep
 
 Call: TypeAlias = tuple[str, dict[str, object]]
 """Name of a tool, and its arguments."""
@@ -47,6 +47,12 @@ class ParsedAnswer:
     reasoning: str | None = None
     ids: list[str] = dataclasses.field(default_factory=list[str])
     """Ids of the calls that were read, if the format has ids."""
+
+    def take(self, part: ParsedAnswer) -> None:
+        """Add what a part of it says."""
+        self.content += part.content
+        self.calls += part.calls
+        self.malformed += part.malformed
 
 
 Types: TypeAlias = Mapping[tuple[str, str], frozenset[str]]
@@ -96,8 +102,8 @@ def types_of(tools: Sequence[Mapping[str, object]]) -> dict[tuple[str, str], fro
     """
     types: dict[tuple[str, str], frozenset[str]] = {}
     for tool in tools:
-        function = _mapping(tool.get("function") or tool)
-        for name, schema in _mapping(_mapping(function.get("parameters")).get("properties")).items():
+        function = as_mapping(tool.get("function") or tool)
+        for name, schema in as_mapping(as_mapping(function.get("parameters")).get("properties")).items():
             types[str(function.get("name")), name] = frozenset(_types(schema))
     return types
 
@@ -137,10 +143,8 @@ def mistral(text: str, _: Types) -> ParsedAnswer:
             name = name.partition("[CALL_ID]")[0].strip()
             one = _read_all(f"[TOOL_CALLS]{part}", lambda name=name, given=arguments: [(name, _arguments(given, name))])
         else:
-            one = _read_all(f"[TOOL_CALLS]{part}", lambda part=part: [_as_call(each) for each in _listed(_loads(part))])
-        said.calls += one.calls
-        said.malformed += one.malformed
-        said.content += one.content
+            one = _read_all(f"[TOOL_CALLS]{part}", lambda part=part: [_as_call(each) for each in as_list(_loads(part))])
+        said.take(one)
     return said
 
 
@@ -159,10 +163,7 @@ def harmony(text: str, _: Types) -> ParsedAnswer:
         if not begun:
             said.content += "" if channel else part.removeprefix("<|start|>assistant")
         elif recipient:
-            one = _read_all(part, lambda name=recipient[1], body=body: [(name, _arguments(body, name))])
-            said.calls += one.calls
-            said.malformed += one.malformed
-            said.content += one.content
+            said.take(_read_all(part, lambda name=recipient[1], body=body: [(name, _arguments(body, name))]))
         elif channel and channel[1] == "analysis":
             said.reasoning = (said.reasoning or "") + body
         else:
@@ -377,19 +378,11 @@ def _no_constant(name: str) -> object:
     raise _NoCallError(f"{name} is not JSON")
 
 
-def _listed(value: object) -> list[object]:
-    return cast("list[object]", value) if isinstance(value, list) else [value]
-
-
 def _types(schema: object) -> list[str]:
-    fields = _mapping(schema)
-    named = [*_listed(fields["type"])] if "type" in fields else []
+    fields = as_mapping(schema)
+    named = [*as_list(fields["type"])] if "type" in fields else []
     for key in ("anyOf", "oneOf"):
-        named += [name for one in _listed(fields.get(key) or []) for name in _types(one)]
+        named += [name for one in as_list(fields.get(key) or []) for name in _types(one)]
     if "enum" in fields and not named:
-        named += ["string" for value in _listed(fields["enum"]) if isinstance(value, str)]
+        named += ["string" for value in as_list(fields["enum"]) if isinstance(value, str)]
     return [str(name) for name in named]
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}

@@ -226,11 +226,11 @@ class StreamedPrompts:
         self.tell = tell
         self._parts, self._weights, self._encode = parts, weights, encode
         each = max(1, num_rows // (_NUM_HELD * len(parts)))
-        self._windows = [
+        self.windows = [
             Windows(rows, self._pairs, num_rows=each, seed=seed, shuffle=shuffle, part=part, keeps_all=keeps_all)
             for part, rows in enumerate(parts)
         ]
-        first = [windows[0] for windows in self._windows]
+        first = [windows[0] for windows in self.windows]
         self.sources = sorted({example.data_source for _, example in first})
         self.max_tokens = max(len(ids) for ids, _ in first)
 
@@ -246,25 +246,10 @@ class StreamedPrompts:
     def __getitem__(self, admission: int) -> tuple[tuple[int, ...], Example]:
         """Return the prompt that the admission with this number (from 0) admits."""
         part, number = share_of(self._weights, admission)
-        return self._windows[part][number]
-
-    @property
-    def token_ids(self) -> Column[tuple[int, ...]]:
-        """Token ids of the prompts, by admission."""
-        return Column(lambda admission: self[admission][0])
-
-    @property
-    def examples(self) -> Column[Example]:
-        """Rows of the prompts, by admission."""
-        return Column(lambda admission: self[admission][1])
-
-    @property
-    def num_held(self) -> int:
-        """Number of prompts in memory."""
-        return sum(windows.num_held for windows in self._windows)
+        return self.windows[part][number]
 
     def example_index(self, admission: int) -> int:
-        """Return the number by which `token_ids` and `examples` know an admission: itself."""
+        """Return the number by which an admission is known here: itself."""
         return admission
 
 
@@ -291,8 +276,8 @@ class StreamedRows:
         """
         self.tell, self._rows, self._encode = tell, rows, encode
         each = max(1, num_rows // _NUM_HELD)
-        self._windows = Windows(rows, self._examples, num_rows=each, seed=seed, shuffle=shuffle, keeps_all=keeps_all)
-        self._windows[0]
+        self.windows = Windows(rows, self._examples, num_rows=each, seed=seed, shuffle=shuffle, keeps_all=keeps_all)
+        self.windows[0]
 
     def _examples(self, read: Sequence[NamedExample]) -> list[EncodedExample]:
         found = self._encode(read)
@@ -305,23 +290,8 @@ class StreamedRows:
 
     def __getitem__(self, admission: int) -> EncodedExample:
         """Return the example that the admission with this number (from 0) admits."""
-        return self._windows[admission]
-
-    @property
-    def num_held(self) -> int:
-        """Number of examples in memory."""
-        return self._windows.num_held
+        return self.windows[admission]
 
     def example_index(self, admission: int) -> int:
         """Return the number by which an admission is known here: itself."""
         return admission
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Column(Generic[ItemT]):
-    """One of the values of each prompt."""
-
-    _get: Callable[[int], ItemT]
-
-    def __getitem__(self, admission: int) -> ItemT:
-        return self._get(admission)

@@ -161,12 +161,12 @@ def test_a_mixture_of_streams_keeps_its_shares_and_goes_on_from_a_number(tmp_pat
         (tmp_path / f"{name}.jsonl").write_text(lines(ROWS))
     options = {"weights": (3.0, 1.0), "keeps_all": True}
     prompts = streamed([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], **options)
-    found = [prompts.examples[n].name for n in range(100)]
+    found = [prompts[n][1].name for n in range(100)]
     assert sum(name.startswith("a") for name in found) == 75
-    assert prompts.num_held <= 8
+    assert sum(one.num_held for one in prompts.windows) <= 8
     assert (prompts.sources, len(prompts)) == (["a", "b"], 20)
     again = streamed([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], **options)
-    assert [again.examples[n].name for n in range(60, 100)] == found[60:]
+    assert [again[n][1].name for n in range(60, 100)] == found[60:]
 
 
 TALKS = [{"prompt": f"{n}", "completion": f"{n}" * (1 + n % 3)} for n in range(10, 20)]
@@ -202,7 +202,7 @@ def test_streamed_examples_are_those_of_the_file_once_an_epoch_and_go_on_from_a_
         for own, other in zip(one.rows, wanted[one.name].rows, strict=True):
             assert [part.tolist() for part in own] == [part.tolist() for part in other]
     assert (len(rows), len(found[0].rows)) == (10, 1 if kind == "conversations" else 2)
-    assert rows.num_held <= 8
+    assert rows.windows.num_held <= 8
     again = streamed_rows(tmp_path / "a.jsonl", kind)
     assert [again[number].name for number in range(17, 25)] == [one.name for one in found[17:]]
 

@@ -1,6 +1,7 @@
 """Rewards in processes of their own: whatever a function does to its process, it is one rollout's failure."""
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import re
@@ -18,7 +19,7 @@ from rallypoint.config import RewardConfig, RolloutConfig
 from rallypoint.environments.grader import Inline, Several, open_grader, probe_rewards
 from rallypoint.environments.outcome import Failure, RewardCall, Scores
 from rallypoint.environments.pool import Pool, Width
-from rallypoint.environments.worker import Effort, Work, as_json, from_json
+from rallypoint.environments.worker import Effort, Work
 from rallypoint.errors import RewardError
 
 REWARDS = """
@@ -448,7 +449,7 @@ def test_shipped_functions_stay_in_this_process():
 
 @pytest.mark.parametrize("outcome", [Scores((0.1, 1 / 3, -1e-300), {"a": 0.1}), Failure("raised", "x\ud800", "\n")])
 def test_an_outcome_crosses_the_connection_as_it_is(outcome):
-    assert from_json(as_json(outcome)) == outcome
+    assert Work("rewards.py:reward").read(dataclasses.asdict(outcome)) == outcome
 
 
 def groups_of(*sizes):
