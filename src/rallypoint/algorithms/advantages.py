@@ -192,15 +192,9 @@ def group_relative_turn_advantages(
         normalize_std: divide by the standard deviation.
         discount: of the rewards of later turns.
     """
-    turns = Turns.of(loss_mask, offsets)
-    returns, sizes = (
-        sums_to_row_end(turns.sums(x), turns.rows, decay=discount) for x in (token_rewards, token_rewards.abs())
-    )
-    group, _ = numbered(groups)
+    turns, (group, _) = Turns.of(loss_mask, offsets), numbered(groups)
     same_turn = group[turns.rows] + len(groups) * turns.places
-    return turns.spread(
-        normalized_in_groups(returns, same_turn, normalize_std=normalize_std, sizes=sizes), token_rewards
-    )
+    return _compared(token_rewards, turns, same_turn, normalize_std=normalize_std, discount=discount)
 
 
 def step_group_advantages(
@@ -243,15 +237,20 @@ def step_group_advantages(
         normalize_std: divide by the standard deviation.
         discount: of the rewards of later turns, gamma in the paper.
     """
-    turns = Turns.of(loss_mask, offsets)
+    turns, (group, _) = Turns.of(loss_mask, offsets), numbered(groups)
+    state, num_states = numbered(turn_states[turns.positions][turns.firsts])
+    same_state = state + num_states * group[turns.rows]
+    return _compared(token_rewards, turns, same_state, normalize_std=normalize_std, discount=discount)
+
+
+def _compared(
+    token_rewards: Float[Tensor, " T"], turns: Turns, peers: Int[Tensor, " K"], *, normalize_std: bool, discount: float
+) -> Float[Tensor, " T"]:
+    """Return how much more than its peers' mean is earned from each turn on."""
     returns, sizes = (
         sums_to_row_end(turns.sums(x), turns.rows, decay=discount) for x in (token_rewards, token_rewards.abs())
     )
-    (state, num_states), (group, _) = numbered(turn_states[turns.positions][turns.firsts]), numbered(groups)
-    same_state = state + num_states * group[turns.rows]
-    return turns.spread(
-        normalized_in_groups(returns, same_state, normalize_std=normalize_std, sizes=sizes), token_rewards
-    )
+    return turns.spread(normalized_in_groups(returns, peers, normalize_std=normalize_std, sizes=sizes), token_rewards)
 
 
 def whiten(x: Float[Tensor, " T"], mask: Bool[Tensor, " T"]) -> Float[Tensor, " T"]:

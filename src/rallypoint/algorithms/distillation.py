@@ -53,10 +53,7 @@ class DistillationLoss:
         said = inputs.at_tokens(rows.teacher_logprobs)
         judged = said.isfinite()
         teacher = torch.where(judged, said, logprobs.detach())
-        old = logprobs.detach()
-        if not inputs.is_first_step:
-            assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
-            old = inputs.at_tokens(rows.old_logprobs)
+        old = inputs.old_logprobs(logprobs)
         num_judged = float(judged.sum())
         # Of the student that sampled: later mini-batches see one that has moved, by what this update has learned.
         gap = torch.where(judged, old - teacher, 0.0).sum(dtype=torch.float64)

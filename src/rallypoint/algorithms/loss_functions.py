@@ -65,6 +65,13 @@ class LossInputs(Generic[BatchT_co]):
         """Return a field of the rows at the trained tokens, on the model's device: [T] -> [N]."""
         return self.send(field[self.positions])
 
+    def old_logprobs(self: LossInputs[ActorBatch], logprobs: Tensor) -> Tensor:
+        """Return those of the policy at the start of the update, [N]: at its first step the current ones."""
+        if self.is_first_step:
+            return logprobs.detach()
+        assert self.rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
+        return self.at_tokens(self.rows.old_logprobs)
+
 
 @runtime_checkable
 class LossFunction(Protocol[BatchT_contra, OutputsT_contra]):
@@ -129,10 +136,7 @@ class ActorLoss:
         """See `LossFunction`."""
         rows, logprobs = inputs.rows, outputs.logprobs
         everything = torch.ones_like(logprobs, dtype=torch.bool)
-        old = logprobs.detach()
-        if not inputs.is_first_step:
-            assert rows.old_logprobs is not None, "`Actor.update` refuses such a batch"
-            old = inputs.at_tokens(rows.old_logprobs)
+        old = inputs.old_logprobs(logprobs)
         tokens = PolicyTokens(
             logprobs=logprobs,
             old_logprobs=old,

@@ -19,7 +19,7 @@ from rallypoint.display.text import clock_time, limits, resample, shorten
 from rallypoint.display.theme import phase_colours
 from rallypoint.journal import STEP, TIME, Change, RunBegan, config_changes
 from rallypoint.observability.numbers import counted, finite_mean
-from rallypoint.observability.spans import START, TIME_PREFIX, top_level
+from rallypoint.observability.spans import START, TIME_PREFIX, spans_of, top_level
 from rallypoint.run.folder import RunFolder
 from rallypoint.run.reports import REWARD, VALIDATION
 from rallypoint.run.resume import is_free
@@ -255,10 +255,8 @@ def _draw_line(axes: Axes, steps: list[float], values: list[float], title: str) 
 
 def _draw_time(axes: Axes, records: Sequence[Record], title: str) -> None:
     """Stack the seconds of the phases, each with its name on the right."""
-    timed = [record for record in records if any(name.startswith(TIME_PREFIX) for name in record)]
-    timed = [record for record in timed if TIME_PREFIX + START not in record]
-    names = dict.fromkeys(name for record in timed for name in record if name.startswith(TIME_PREFIX))
-    phases = list(top_level({name.removeprefix(TIME_PREFIX): 0.0 for name in names}))
+    timed = [record for record in records if spans_of(record) and TIME_PREFIX + START not in record]
+    phases = list(dict.fromkeys(name for record in timed for name in top_level(spans_of(record))))
     steps = resample([record[STEP] for record in timed], MAX_POINTS)
     columns = [
         smooth(resample([record.get(TIME_PREFIX + phase, 0.0) for record in timed], MAX_POINTS)) for phase in phases

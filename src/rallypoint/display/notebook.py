@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -38,9 +38,6 @@ class NotebookPanel(DrawnPanel):
         print_summary(paper, summary, self._state.notes)
         self._is_finished = True
         self._show(_as_html(paper))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

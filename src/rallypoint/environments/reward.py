@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -169,6 +169,16 @@ def wants_of(function: Callable[..., object]) -> Wants:
     return _wants(own_signature(function))
 
 
+def find_stranger(spec: str, parameters: Iterable[str], own: Collection[str]) -> str | None:
+    """Say which parameter something does not have, and which may be meant; None if it has all."""
+    stranger = next((name for name in parameters if name not in own), None)
+    if stranger is None:
+        return None
+    near = difflib.get_close_matches(stranger, own, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'none'}"
+    return f"{spec} has no parameter {stranger!r}; {hint}"
+
+
 def _split(spec: str) -> tuple[Path, str]:
     return split(spec, shipped=SHIPPED, usual_name="compute_score")
 
@@ -190,10 +200,8 @@ def _find_signature_problem(spec: str, signature: inspect.Signature, parameters:
     try:
         signature.bind(**dict.fromkeys([*given, *parameters]))
     except TypeError as error:
-        if strangers := [name for name in parameters if name not in own]:
-            near = difflib.get_close_matches(strangers[0], own, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'none'}"
-            return f"{spec} has no parameter {strangers[0]!r}; {hint}"
+        if problem := find_stranger(spec, parameters, own):
+            return problem
         declared = signature.parameters.values()
         missing = [one.name for one in declared if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
         if needed := [name for name in missing if name not in (*given, *parameters)]:

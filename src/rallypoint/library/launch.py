@@ -107,12 +107,22 @@ def _launch(
     from_step: int | None,
 ) -> tuple[RunFolder, bool]:
     found = _examine(loaded, console)
+    from rallypoint.display import make_progress
+    from rallypoint.recipes.ending import draw, reported, summarise
+    from rallypoint.recipes.loop import train
+
     if folder is None:
         loaded = found.dated(loaded)
         refuse_taken(loaded.config)
         folder = create_run(loaded)
     try:
-        finished = _run(loaded, folder, console, found, progress, observer, resume=resume, from_step=from_step)
+        ended = sent_at_end(folder, loaded.config)
+        with ended, reported(folder), progress or make_progress(console) as shown:
+            finished = train(loaded, folder, shown, resume=resume, from_step=from_step, found=found, observer=observer)
+            if finished:
+                shown.finish(summarise(folder, loaded.config))
+            else:
+                draw(folder)
     except (RallyError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, (RunFolderError, ResumeError, UnusableCheckpointError)):
             raise  # nothing was started
@@ -144,28 +154,3 @@ def _examine(loaded: LoadedConfig, console: Console) -> Inputs:
         found, config = examine(loaded.config), loaded.config
         chosen = describe_choices(loaded, look_around(config)) if config.cluster.device != "cpu" else ()
         return dataclasses.replace(found, notes=(*chosen, *found.notes))
-
-
-def _run(
-    loaded: LoadedConfig,
-    folder: RunFolder,
-    console: Console,
-    found: Inputs,
-    progress: Progress | None,
-    observer: Observer | None,
-    *,
-    resume: bool,
-    from_step: int | None,
-) -> bool:
-    from rallypoint.display import make_progress
-    from rallypoint.recipes.ending import draw, reported, summarise
-    from rallypoint.recipes.loop import train as run
-
-    ended = sent_at_end(folder, loaded.config)
-    with ended, reported(folder), progress or make_progress(console) as shown:
-        finished = run(loaded, folder, shown, resume=resume, from_step=from_step, found=found, observer=observer)
-        if finished:
-            shown.finish(summarise(folder, loaded.config))
-        else:
-            draw(folder)
-    return finished

@@ -66,7 +66,22 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class _Logs:
+    """A client whose run takes what it is told as a dictionary."""
+
+    _client: Any
+    _run: Any
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Tracker`, as for the other methods."""
+        self._run.log(dict(scalars), step=step)
+
+    def picture(self, step: int, png: Path) -> None:
+        """An image of the client's."""
+        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
+
+
+class WeightsAndBiases(_Logs):
     """A run of wandb, which a resumed run goes on with; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, run: Tracked, client: Any = None) -> None:
@@ -80,19 +95,11 @@ class WeightsAndBiases:
             config=dict(run.config),
         )
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Lines of a step become one."""
-        self._run.log(dict(scalars), step=step)
-
     def table(self, step: int, rows: Sequence[Row]) -> None:
         """A table of wandb's."""
         columns = list(rows[0])
         table = self._client.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({_ROLLOUTS: table}, step=step)
-
-    def picture(self, step: int, png: Path) -> None:
-        """An image of wandb's."""
-        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
     def close(self, ending: Ending) -> None:
         """Wait until all is written or sent."""
@@ -144,7 +151,7 @@ class MLflow:
         self._client.set_terminated(self._id, status=_MLFLOW_STATUS[ending])
 
 
-class Trackio:
+class Trackio(_Logs):
     """A run of trackio, in TRACKIO_DIR on this machine, or where TRACKIO_SPACE_ID and the like say."""
 
     def __init__(self, run: Tracked, client: Any = None) -> None:
@@ -157,24 +164,16 @@ class Trackio:
             embed=False,
         )
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Pass them on."""
-        self._run.log(dict(scalars), step=step)
-
     def table(self, step: int, rows: Sequence[Row]) -> None:
         """A table of trackio's."""
         self._run.log({_ROLLOUTS: self._client.Table(data=[dict(row) for row in rows])}, step=step)
-
-    def picture(self, step: int, png: Path) -> None:
-        """An image of trackio's."""
-        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002 - its runs have no status
         """Wait until all is written or sent."""
         self._run.finish()
 
 
-class SwanLab:
+class SwanLab(_Logs):
     """A run of SwanLab, below `swanlog/` in the run's folder; SWANLAB_MODE=offline keeps it on this machine."""
 
     def __init__(self, run: Tracked, client: Any = None) -> None:
@@ -198,10 +197,6 @@ class SwanLab:
         table = self._client.echarts.Table()
         table.add(columns, [[row[name] for name in columns] for row in rows])
         self._run.log({_ROLLOUTS: table}, step=step)
-
-    def picture(self, step: int, png: Path) -> None:
-        """An image of SwanLab's."""
-        self._run.log({_CURVE: self._client.Image(str(png))}, step=step)
 
     def close(self, ending: Ending) -> None:
         """Wait until all is written or sent."""

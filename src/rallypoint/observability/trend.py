@@ -77,8 +77,7 @@ class RewardTrend:
     @property
     def _error(self) -> float:
         """Standard error of the difference of two windows; from neighbours, so that a trend does not count as noise."""
-        steps = [second - first for first, second in zip(self._first, self._first[1:], strict=False)]
-        return math.sqrt(finite_mean([step * step / 2 for step in steps]) * 2 / WINDOW)
+        return error_of_means(self._first, WINDOW)
 
     def __str__(self) -> str:
         return (

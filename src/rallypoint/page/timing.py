@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rallypoint.journal import BatchTaken, RolesStarted
-from rallypoint.observability.spans import TIME_PREFIX, top_level
+from rallypoint.observability.spans import spans_of, top_level
 from rallypoint.page.run_reader import Snapshot
 from rallypoint.run.reports import MEMORY, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.trace import trace
@@ -82,8 +82,8 @@ def _straggler(busy_s: Sequence[float]) -> tuple[int, float] | None:
 
 
 def _phases(metrics: Mapping[str, float]) -> dict[str, float]:
-    names = {name.removeprefix(TIME_PREFIX): value for name, value in metrics.items() if name.startswith(TIME_PREFIX)}
-    return {name: value for name, value in top_level(names).items() if name not in {"start", "validate", "checkpoint"}}
+    spans = top_level(spans_of(metrics))
+    return {name: value for name, value in spans.items() if name not in {"start", "validate", "checkpoint"}}
 
 
 def _tokens(metrics: Mapping[str, float]) -> float:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import operator
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -232,8 +233,7 @@ def _elements(value: object = ()) -> list[object]:
 def _counted(value: object = ()) -> dict[object, object]:
     if isinstance(value, dict):
         return cast("dict[object, object]", value)
-    elements = _elements(value)
-    return {one: elements.count(one) for one in elements}
+    return dict(Counter(_elements(value)))
 
 
 def _mapping(value: object = ()) -> dict[object, object]:
@@ -316,10 +316,9 @@ def _plain(node: ast.expr) -> object:
             found = _calculated(_plain(left), type(op), _plain(right))
         case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _NUMBERS:
             found = _NUMBERS[name]
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-            found = _CALLS[name](*map(_plain, args))
         case ast.Call(
-            func=ast.Attribute(value=ast.Name(id="math" | "collections" | "decimal" | "fractions"), attr=name),
+            func=ast.Name(id=name)
+            | ast.Attribute(value=ast.Name(id="math" | "collections" | "decimal" | "fractions"), attr=name),
             args=args,
             keywords=[],
         ) if name in _CALLS:

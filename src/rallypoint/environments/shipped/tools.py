@@ -8,13 +8,13 @@ Owns: what a name in a config stands for, and what is wrong with it. Must not kn
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rallypoint.environments.reward import find_stranger
 from rallypoint.environments.sandbox import Limits, open_sandbox
 from rallypoint.environments.shipped.answers import block
 from rallypoint.environments.shipped.mcp_servers import mcp, shortened
@@ -195,10 +195,8 @@ def check_tool(spec: str, parameters: Mapping[str, Any]) -> str | None:
             return str(error)
         return f"{spec} is a function of yours, which takes no parameters of a config" if parameters else None
     declared = own_signature(SHIPPED_TOOLS[spec]).parameters
-    if strangers := [name for name in parameters if name not in declared]:
-        near = difflib.get_close_matches(strangers[0], declared, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(declared) or 'none'}"
-        return f"{spec} has no parameter {strangers[0]!r}; {hint}"
+    if problem := find_stranger(spec, parameters, declared):
+        return problem
     if spec == "mcp" and ("command" in parameters) == ("url" in parameters):
         return "mcp needs command, which starts a server, or url, at which one listens; expected one of them"
     lacking = [name for name, one in declared.items() if one.default is one.empty and name not in parameters]
