@@ -7,8 +7,10 @@ generator's parameters, its seed and its index, so there is nothing to download 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rallypoint.data.files import Problems, Row, Table, suggestion
@@ -121,22 +123,10 @@ def frozen_lake(draw: random.Random, size: int = 4) -> str:
             return "/".join("".join(signs.get((y, x), ".") for x in range(size)) for y in range(size))
 
 
-_WORDS = (
-    "about above actor after again agree alarm album alone angle apple arrow beach begin bench birth black blame blood "
-    "board brain bread brick bring brown build candy chain chair cheap chest child clean clear clock close cloud coast "
-    "count cover craft cream crowd dance depth dream dress drink drive earth eight empty enemy enjoy equal error event "
-    "every faith field fight final first flame floor focus force frame fresh front fruit ghost giant glass grace grain "
-    "grand grass green group guard guess guide habit happy heart heavy horse hotel house human image issue joint judge "
-    "juice knife large laugh layer learn lemon light limit local lucky lunch magic major match metal model money month "
-    "mouse mouth movie music night noise north novel nurse ocean offer olive onion order other owner paint panel paper "
-    "party peace phone photo piano piece pilot place plain plane plant plate point power press price pride prize proof "
-    "queen quick quiet radio range ratio reply right river robot rough round route royal rural salad scale scene score "
-    "sense seven shade shape share sharp sheep shelf shell shift shirt short sight skill sleep small smart smile smoke "
-    "snake solid sound south space speak spoon sport stage stand state steam steel stone store storm story study sugar "
-    "sunny table taste teach thank thick think third throw tiger title today tooth topic total touch tower track trade "
-    "train treat trial truck trust truth twice uncle under unity upper urban usual value video visit voice waste watch "
-    "water wheel white whole woman world worry worth write wrong young youth"
-)
+@functools.cache
+def _words() -> list[str]:
+    return Path(__file__).with_name("words.txt").read_text(encoding="utf-8").split()
+
 
 GAMES: dict[str, tuple[str, Callable[[random.Random], str]]] = {
     "frozen_lake": (
@@ -147,7 +137,7 @@ GAMES: dict[str, tuple[str, Callable[[random.Random], str]]] = {
     "wordle": (
         "Guess an English word of five letters. Each of your answers is one word. It is answered with a sign for each "
         "of its letters: + stands in its place, ? stands elsewhere in the word, - is not in it. You have six guesses.",
-        lambda draw: draw.choice(_WORDS.split()),
+        lambda draw: draw.choice(_words()),
     ),
 }
 """What a row of each game asks, and what makes what is to be found."""

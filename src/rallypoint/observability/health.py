@@ -67,6 +67,8 @@ class Rule:
     """When a scalar deserves a word, and why just there."""
 
     name: str
+    signal: str = ""
+    """What the scalar is about, whatever it is; empty: its name says so."""
     words: str
     above: tuple[float, float] | None = None
     """Where it begins to be watched, and to be bad, if high values are worse."""

@@ -35,25 +35,6 @@ from rallypoint.run.overview import state_of
 from rallypoint.run.reports import REWARD, TOKENS_SAMPLED, TOKENS_TRAINED
 from rallypoint.run.rollouts import rollout_files
 
-_SIGNALS = {
-    "actor/without_signal": "groups without signal",
-    "actor/approx_kl": "update KL",
-    "kl/reference_mean": "KL to the reference",
-    "actor/entropy": "entropy",
-    "actor/clip_fraction": "clip fraction",
-    "actor/ratio_error": "ratio off 1 at first",
-    "rollout/truncated": "truncated rollouts",
-    "rollout/logprob_gap_mean": "sampler against trainer",
-    "rollout/logprob_gap_max": "sampler against trainer, worst token",
-    "rollout/hidden_tokens": "hidden tokens",
-    "rollout/failed": "failed rollouts",
-    "reward/failed": "failed rewards",
-    "reward/std": "spread of rewards",
-    "reward/flat_steps": "steps without a rise",
-    "critic/explained_variance": "critic",
-    "actor/teacher_judged": "judged by the teacher",
-}
-"""What a number is about, whatever it is."""
 _WITHOUT_RULE = {
     "rollout/staleness_mean": ("staleness", "training steps by which the weights that sampled were older"),
     "rollout/response_length": (
@@ -156,13 +137,18 @@ def health_in_words(run: Snapshot) -> JSON:
         if rule.name in measured:
             thresholds, worse = rule.above or rule.below or (), "above" if rule.above else "below"
             told = {name: getattr(rule, name) for name in ("name", "words", "advice", "reason")}
-            signal = _SIGNALS.get(rule.name, rule.name)
             more = {
+                "signal": rule.signal or rule.name,
                 "is_share": rule.name in SHARES,
                 "excused": _excused(run, rule),
                 "excuse": _excuse(rule, "actor/teacher_judged" in measured),
             }
-            found[rule.words] = {**told, "signal": signal, "thresholds": list(thresholds), "worse": worse, **more}
+            found[rule.words] = {
+                **told,
+                "thresholds": list(thresholds),
+                "worse": worse,
+                **more,
+            }
     levels: dict[str, list[tuple[int, str]]] = {words: [] for words in found}
     for step, findings in run.findings.items():
         for one in findings:

@@ -5,7 +5,7 @@ to the fork and waits for its end, so that no program finds anything of another 
 that asks it does.
 
 Sent as text to an interpreter without packages (`python -I -S -c`), so it imports the standard library only. What the
-kernel refuses ends the process before the program has begun. What a program may call is decided in `calls.py`.
+kernel refuses ends the process before the program has begun. What a program may call is decided in `local.py`.
 """
 
 import _sitebuiltins

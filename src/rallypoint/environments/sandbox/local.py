@@ -226,37 +226,15 @@ def _read(file: int, num_bytes: int) -> str:
 
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the tables below, and the kernel's number of the architecture."""
+"""Column of the tables, and the kernel's number of the architecture."""
 
-# Each is `name x86_64 aarch64`, - where the architecture has no such call. Which files: Landlock or the mounts say.
-_ALLOWED = """
-read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
-preadv2 327 286, pwritev2 328 287, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24,
-pipe 22 -, pipe2 293 59, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, statfs 137 43,
-fstatfs 138 44, access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents 78 -,
-getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, umask 95 166, ftruncate 77 46, fallocate 285 47,
-fadvise64 221 223, fsync 74 82, fdatasync 75 83, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35,
-rename 82 -, renameat 264 38, renameat2 316 276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36,
-
-mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, msync 26 227, mincore 27 232,
-
-exit 60 93, exit_group 231 94, futex 202 98, set_robust_list 273 99, set_tid_address 218 96, rseq 334 293,
-sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120,
-sched_get_priority_max 146 125, sched_get_priority_min 147 126, getcpu 309 168, gettid 186 178,
-
-time 201 -, times 100 153, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, nanosleep 35 101,
-clock_nanosleep 230 115, restart_syscall 219 128, getitimer 36 102, setitimer 38 103, alarm 37 -, pause 34 -,
-rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
-rt_sigsuspend 130 133, sigaltstack 131 132,
-
-poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21,
-epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd 284 -, eventfd2 290 19, sendto 44 206,
-recvfrom 45 207, shutdown 48 210, getsockname 51 204, getpeername 52 205, getsockopt 55 209,
-
-getpid 39 172, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148,
-getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, getsid 124 156, uname 63 160, sysinfo 99 179,
-getrusage 98 165, getrlimit 97 163, getrandom 318 278
-"""
+_ALLOWED = [
+    entry.strip()
+    for line in Path(__file__).with_name("system_calls.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for entry in line.split(",")
+    if entry.strip()
+]
 _ALL_BITS = 0xFFFFFFFF
 _READ_OR_WRITE = (0, 1, 2, 0x201, 0x202)
 _THREAD = 0x3D0F00
@@ -294,7 +272,7 @@ def call_filter() -> bytes:
         if (number := _number(name, column)) is not None:
             checked = b"".join(_one_of(place, bits, values) for place, bits, values in conditions)
             program += _only(number, checked + _instruction(_RETURN, _ALLOW))
-    for name in _ALLOWED.split(","):
+    for name in _ALLOWED:
         if (number := _number(name, column)) is not None:
             program += _only(number, _instruction(_RETURN, _ALLOW))
     program += _instruction(_AT_LEAST, _FIRST_NEW, 0, 1) + _instruction(_RETURN, _ENOSYS)
