@@ -256,30 +256,19 @@ def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature that `inspect.signature` would give, were the function defined."""
-    kinds = inspect.Parameter
-    positional = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
-    positional += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
-    num_required = len(positional) - len(arguments.defaults)
-    parameters = [
-        _parameter(argument, kind, has_default=index >= num_required)
-        for index, (argument, kind) in enumerate(positional)
-    ]
-    if arguments.vararg is not None:
-        parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL))
-    parameters += [
-        _parameter(argument, kinds.KEYWORD_ONLY, has_default=default is not None)
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg is not None:
-        parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
-def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: bool = False) -> inspect.Parameter:
-    annotation = inspect.Parameter.empty if argument.annotation is None else ast.unparse(argument.annotation)
-    default = None if has_default else inspect.Parameter.empty
-    return inspect.Parameter(argument.arg, kind, default=default, annotation=annotation)
+    """Return the signature of an empty function with these arguments: annotations are their texts, defaults None."""
+    empty = ast.parse("def function(): pass")
+    (function,) = empty.body
+    assert isinstance(function, ast.FunctionDef), "it was just written"
+    function.args = arguments
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg) and argument.annotation is not None:
+            argument.annotation = ast.Constant(ast.unparse(argument.annotation))
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile(ast.fix_missing_locations(empty), "<signature>", "exec"), names)
+    return inspect.signature(names["function"])
 
 
 def _run(path: Path, text: bytes) -> ModuleType:

@@ -60,6 +60,16 @@ _HELD = set[Path]()
 """Files whose locks this process has."""
 
 
+class _Inside:
+    """What has a name in the folder of a run: its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunFolder, kind: object) -> Path:
+        return run.path / self._name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
     """The folder of a run, and the paths in it."""
@@ -67,15 +77,30 @@ class RunFolder:
     path: Path
     """Absolute once it was made or opened: processes of a cluster have other working directories."""
 
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.yaml"
-
-    @property
-    def journal(self) -> Path:
-        """What happened, event by event; see `rallypoint.journal`."""
-        return self.path / "journal.jsonl"
+    config = _Inside("config.yaml")
+    """The resolved config."""
+    journal = _Inside("journal.jsonl")
+    """What happened, event by event; see `rallypoint.journal`."""
+    metrics = _Inside("metrics.jsonl")
+    """One JSON line a step."""
+    checkpoints = _Inside("checkpoints")
+    """Folder of checkpoints."""
+    snapshots = _Inside("snapshots")
+    """Folder of the newest snapshot; see `recipes/saving.py`."""
+    logs = _Inside("logs")
+    """Folder of logs."""
+    model = _Inside("model")
+    """The model that the run made for itself."""
+    data = _Inside("data")
+    """The data set that the run made for itself."""
+    published = _Inside("published")
+    """Weights for the rollout role, while the run goes on; see rollout.weights=folder."""
+    curve = _Inside("curve.png")
+    """The picture of the learning curve."""
+    report = _Inside("report.html")
+    """The page of the run in one file, when it has ended."""
+    endpoint_key = _Inside("endpoint.key")
+    """The key for callers of the run's endpoint; the file exists while the endpoint is open."""
 
     def state(self) -> RunState:
         """Return what the journal says of the run.
@@ -84,56 +109,6 @@ class RunFolder:
             RunFolderError: it is damaged.
         """
         return fold(read_journal(self.journal))
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON line a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def snapshots(self) -> Path:
-        """Folder of the newest snapshot; see `recipes/saving.py`."""
-        return self.path / "snapshots"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of logs."""
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The model that the run made for itself."""
-        return self.path / "model"
-
-    @property
-    def data(self) -> Path:
-        """The data set that the run made for itself."""
-        return self.path / "data"
-
-    @property
-    def published(self) -> Path:
-        """Weights for the rollout role, while the run goes on; see rollout.weights=folder."""
-        return self.path / "published"
-
-    @property
-    def curve(self) -> Path:
-        """The picture of the learning curve."""
-        return self.path / "curve.png"
-
-    @property
-    def report(self) -> Path:
-        """The page of the run in one file, when it has ended."""
-        return self.path / "report.html"
-
-    @property
-    def endpoint_key(self) -> Path:
-        """The key for callers of the run's endpoint; the file exists while the endpoint is open."""
-        return self.path / "endpoint.key"
 
     def log(self, message: str) -> None:
         """Append a line with the time to logs/train.log.
