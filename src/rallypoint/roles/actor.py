@@ -116,9 +116,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
     @broadcast
     def send(self, version: int) -> None:
         """Send this rank's part of the trained weights, if it is connected."""
-        if self._connection.is_open:
-            with self._open_sender() as source:
-                self._connection.transport.run(version, source, None, self.context.tick)
+        self._connection.send(version, self._open_sender)
 
     @broadcast
     @with_lease()

@@ -24,7 +24,7 @@ from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.publishing import Stream
 from rallypoint.transport_kinds import TransportKind, within_a_node
-from rallypoint.weights import Exposed, Receiver, TransferPlan, Transport, fingerprint, join, published_folder
+from rallypoint.weights import Exposed, Receiver, Sender, TransferPlan, Transport, fingerprint, join, published_folder
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.relay import Relay, relayed
 from rallypoint.weights.same_node import Outlet, leave_out, meet_members, relay
@@ -60,10 +60,11 @@ class StreamConnection:
         assert self._spec.rendezvous is not None, "who publishes has a place to meet"
         return meet_members(self._spec.rendezvous, plan, place, given_up=given_up)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this worker takes part."""
-        return self._transport is not None
+    def send(self, version: int, open_sender: Callable[[], contextlib.AbstractContextManager[Sender]]) -> None:
+        """Send weights, if this worker takes part."""
+        if self._transport is not None:
+            with open_sender() as source:
+                self._transport.run(version, source, None, self._context.tick)
 
     @property
     def transport(self) -> Transport:

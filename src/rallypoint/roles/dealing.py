@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rallypoint.cluster import WorkerGroup
 from rallypoint.data.packing import balance_groups, row_costs
-from rallypoint.engine import TrainingEngine, likeliest_tokens
+from rallypoint.engine import TrainingEngine, likeliest_tokens, policy_outputs
 from rallypoint.types import PerToken, PolicySequences, Sequences
 
 WorkerT = TypeVar("WorkerT")
@@ -40,6 +40,14 @@ def deal(batch: BatchT, num_parts: int, attention_cost: float) -> tuple[list[Bat
     dealt = balance_groups(costs, batch.prompt_index.tolist(), shared, num_parts, whole=batch.rows_together > 1)
     order = torch.tensor([row for rows in dealt for row in rows], dtype=torch.int64)
     return [batch.rows(rows) for rows in dealt], order.argsort()
+
+
+def logprobs_of(engine: TrainingEngine[Any], parts: list[Sequences], temperature: float) -> list[PerToken]:
+    """Return the log-probability that a rank's model gives every trained token."""
+    return [
+        engine.evaluate(part, lambda rows, at: policy_outputs(engine.shard, rows, at, temperature).logprobs)
+        for part in parts
+    ]
 
 
 def likeliest_of(engine: TrainingEngine[Any], parts: list[Sequences], temperature: float, num: int) -> list[PerToken]:

@@ -22,12 +22,12 @@ from torch import Tensor
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, shard
 from rallypoint.config import RECIPES, RunConfig
 from rallypoint.disk import naming_tensors
-from rallypoint.engine import policy_outputs
 from rallypoint.errors import CheckpointError
 from rallypoint.journal import Journal
 from rallypoint.models import ModelShard, twin
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import ActorParts, with_lease
+from rallypoint.roles.dealing import logprobs_of
 from rallypoint.roles.examples import ExampleSource, rows_of
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -61,11 +61,7 @@ class ReferenceWorker(FrozenWorker):
     @with_lease()
     def logprobs(self, parts: list[Sequences]) -> list[PerToken]:
         """Return the log-probability of every trained token of some parts of a batch."""
-        model, temperature = self.engine.shard, self._temperature
-        return [
-            self.engine.evaluate(part, lambda rows, at: policy_outputs(model, rows, at, temperature).logprobs)
-            for part in parts
-        ]
+        return logprobs_of(self.engine, parts, self._temperature)
 
     @broadcast
     @with_lease()

@@ -184,7 +184,5 @@ class ServerFollower(LeaseHolder):
 
     def receive(self, version: int) -> None:
         """See `Replica`; the rank of the actor in this process sends."""
-        if self._connection.is_open:
-            assert self._actor is not None, "it sends what the actor's rank of this process left"
-            with self._actor.open_sender() as source:
-                self._connection.transport.run(version, source, None, self._context.tick)
+        if self._actor is not None:
+            self._connection.send(version, self._actor.open_sender)

@@ -31,13 +31,12 @@ from rallypoint.data import (
     encode_prompts,
     texts_of,
 )
-from rallypoint.engine import policy_outputs
 from rallypoint.errors import DataError
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import with_lease
-from rallypoint.roles.dealing import likeliest_of, per_token
+from rallypoint.roles.dealing import likeliest_of, logprobs_of, per_token
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
 from rallypoint.roles.served_teacher import ServedTeacher
@@ -69,10 +68,7 @@ class TeacherWorker(FrozenWorker):
         engine, temperature = self.engines[teacher], self._temperature
         if self._top_k is not None:
             return likeliest_of(engine, parts, temperature, self._top_k)
-        return [
-            engine.evaluate(part, lambda rows, at: policy_outputs(engine.shard, rows, at, temperature).logprobs)
-            for part in parts
-        ]
+        return logprobs_of(engine, parts, temperature)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
