@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
-import time
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from rallypoint.errors import EndpointError, GenerationError, RallyError
 from rallypoint.observability.exposition import MEDIA_TYPE
 from rallypoint.serving import anthropic_messages
 from rallypoint.serving.anthropic_messages import MessagesRequest
-from rallypoint.serving.handlers import Model, SamplingRoute, respond
+from rallypoint.serving.handlers import Model, SamplingRoute, model_routes, respond
 from rallypoint.serving.openai_responses import ResponsesRequest
 from rallypoint.serving.requests import ChatRequest, CompletionRequest, GenerateRequest
 from rallypoint.serving.responses import JSON, error_body, status_of
@@ -88,9 +87,6 @@ def make_app(model: Model, access: Access, measured: Callable[[], str] | None = 
         access: who may call.
         measured: returns a run's newest numbers as Prometheus reads them; None where no run is in training.
     """
-    created = int(time.time())
-    named: JSON = {"id": model.name, "object": "model", "created": created, "owned_by": "rallypoint"}
-    card: JSON = {**named, "max_model_len": model.engine.max_request_tokens}
 
     async def health(request: Request) -> Response:
         del request
@@ -116,22 +112,13 @@ def make_app(model: Model, access: Access, measured: Callable[[], str] | None = 
         )
         return Response(text, media_type="text/plain")
 
-    async def models(request: Request) -> Response:
-        del request
-        return respond({"object": "list", "data": [card]})
-
-    async def one_model(request: Request) -> Response:
-        model.check_name(request.path_params["name"])
-        return respond(card)
-
     limits = access.max_body_bytes, access.patience_s
     return with_errors(
         [
             Route("/", page),
             Route("/health", health),
             *([] if measured is None else [numbers_route(measured)]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
+            *model_routes(model.name, model.engine.max_request_tokens),
             Route("/v1/chat/completions", SamplingRoute(model, ChatRequest, *limits), methods=["POST"]),
             Route("/v1/responses", SamplingRoute(model, ResponsesRequest, *limits), methods=["POST"]),
             Route("/v1/messages", SamplingRoute(model, MessagesRequest, *limits), methods=["POST"]),

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from rallypoint.errors import EndpointError, GenerationError
 from rallypoint.generation import Output, Request
+
+ItemT = TypeVar("ItemT")
 
 
 class Taker(Protocol):
@@ -87,10 +88,10 @@ class Bridge:
         self.num_running += num
         ids: list[int] = []
         try:
-            outputs = _Outputs(num)
+            arrived = Arrivals[tuple[int, Output]]()
             for place, request in enumerate(requests):
-                ids.append(self._engine.submit(request, functools.partial(outputs.deliver, place)))
-            yield outputs.read()
+                ids.append(self._engine.submit(request, lambda output, place=place: arrived.deliver((place, output))))
+            yield _until_ended(arrived, num)
             self.failure = None
         except GenerationError as error:
             self.failure = error
@@ -101,32 +102,46 @@ class Bridge:
             self.num_running -= num
 
 
-class _Outputs:
-    """Outputs on their way from the engine's thread to the event loop."""
+async def _until_ended(arrived: Arrivals[tuple[int, Output]], num: int) -> AsyncIterator[list[tuple[int, Output]]]:
+    """Yield the outputs of so many requests until all have ended."""
+    async for batch in arrived.read():
+        for _, output in batch:
+            if output.error is not None:
+                raise output.error
+            num -= output.finish_reason is not None
+        yield batch
+        if not num:
+            arrived.end()
 
-    def __init__(self, num_open: int) -> None:
-        self._num_open = num_open
-        self._arrived: deque[tuple[int, Output]] = deque()
+
+class Arrivals(Generic[ItemT]):
+    """What other threads deliver, on its way to the event loop in which this was made."""
+
+    def __init__(self) -> None:
+        self._arrived = deque[ItemT]()
+        self._has_ended = False
         self._loop, self._is_new = asyncio.get_running_loop(), asyncio.Event()
 
-    def deliver(self, place: int, output: Output) -> None:
-        """Take an output; called in the engine's thread."""
-        self._arrived.append((place, output))
+    def deliver(self, *items: ItemT) -> None:
+        """Take items, from any thread."""
+        self._arrived.extend(items)
         if not self._is_new.is_set():
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
                 self._loop.call_soon_threadsafe(self._is_new.set)
 
-    async def read(self) -> AsyncIterator[list[tuple[int, Output]]]:
-        """Yield new outputs until all requests have ended."""
-        while self._num_open:
+    def end(self) -> None:
+        """Say, from any thread, that there will be no more."""
+        self._has_ended = True
+        self.deliver()
+
+    async def read(self) -> AsyncIterator[list[ItemT]]:
+        """Yield items as they come, those together that have come together, until there will be no more."""
+        has_ended = False
+        while not has_ended:
             await self._is_new.wait()
             self._is_new.clear()  # before the first is taken, so that none is overlooked
-            batch: list[tuple[int, Output]] = []
+            has_ended, batch = self._has_ended, list[ItemT]()
             while self._arrived:
-                place, output = self._arrived.popleft()
-                if output.error is not None:
-                    raise output.error
-                batch.append((place, output))
-                self._num_open -= output.finish_reason is not None
+                batch.append(self._arrived.popleft())
             if batch:
                 yield batch

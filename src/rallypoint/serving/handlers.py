@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Generic, Literal, Protocol
 
 from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rallypoint.data import AnswerReader
@@ -80,16 +82,6 @@ class Model:
     max_logprobs: int = 20
     """Most likeliest tokens in place of each of a prompt's that clients may ask for."""
 
-    def check_name(self, name: str | None) -> None:
-        """Check that a client asks for this model.
-
-        Raises:
-            EndpointError: it asks for another one.
-        """
-        if name not in (None, self.name):
-            message = f"model {name!r} is not served here, only {self.name!r}"
-            raise EndpointError(404, message, param="model", code="model_not_found")
-
 
 class SamplingRoute(Generic[RequestT]):
     """One of the routes that sample, as an ASGI application."""
@@ -135,7 +127,7 @@ class SamplingRoute(Generic[RequestT]):
     async def _plan(self, asked: RequestT) -> tuple[Shape, list[Request]]:
         """Return the shape of the answer, and a request for each choice."""
         model = self._model
-        model.check_name(asked.model)
+        check_name(asked.model, model.name)
         said = asked.prompt_logprobs if isinstance(asked, CompletionRequest) else None
         if said is not None and said > model.max_logprobs:
             most = f"{model.max_logprobs} (--max-logprobs of `rally serve`)"
@@ -183,6 +175,40 @@ class SamplingRoute(Generic[RequestT]):
             num_prompt_logprobs=said,
         )
         return shape, requests
+
+
+def check_name(name: str | None, served: str) -> None:
+    """Check that a client asks for the model that is served.
+
+    Raises:
+        EndpointError: it asks for another one.
+    """
+    if name not in (None, served):
+        message = f"model {name!r} is not served here, only {served!r}"
+        raise EndpointError(404, message, param="model", code="model_not_found")
+
+
+def model_routes(name: str, max_tokens: int, admit: Callable[[Call], object] = lambda _: None) -> list[Route]:
+    """Return the routes that tell which model answers.
+
+    Args:
+        name: of the model.
+        max_tokens: that prompt and answer may have together.
+        admit: raises if a caller may not know.
+    """
+    card: JSON = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "rallypoint"}
+    card = {**card, "max_model_len": max_tokens}
+
+    async def models(request: Call) -> Response:
+        admit(request)
+        return respond({"object": "list", "data": [card]})
+
+    async def one_model(request: Call) -> Response:
+        admit(request)
+        check_name(request.path_params["name"], name)
+        return respond(card)
+
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", one_model)]
 
 
 def respond(body: JSON, status: int = 200, headers: dict[str, str] | None = None) -> Response:

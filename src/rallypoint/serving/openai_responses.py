@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rallypoint.errors import RallyError
 from rallypoint.serving.requests import ChatRequest, refused, without_nulls
@@ -33,40 +33,34 @@ _ECHOED = ("instructions", "tools", "tool_choice", "temperature", "top_p", "max_
 
 
 class _Text(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class _Item(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Said(_Item):
+class _Said(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Text] = Field(description="a string, or parts of type input_text; the model reads only text")
 
 
-class _Called(_Item):
+class _Called(BaseModel):
     call_id: str
     name: str = Field(min_length=1)
     arguments: str
 
 
-class _Result(_Item):
+class _Result(BaseModel):
     call_id: str
     output: str | list[_Text] = Field(description="a string, or parts of type input_text; the model reads only text")
 
 
-class _Thought(_Item):
-    class Part(_Item):
+class _Thought(BaseModel):
+    class Part(BaseModel):
         text: str
 
     content: list[Part] = Field(default_factory=list)
 
 
-_ITEMS: Mapping[str, type[_Item]] = {
+_ITEMS: Mapping[str, type[BaseModel]] = {
     "message": _Said,
     "function_call": _Called,
     "function_call_output": _Result,
@@ -136,7 +130,7 @@ def _messages(instructions: object, given: object) -> list[dict[str, object]]:
     return messages
 
 
-def _read(name: str, item: object) -> _Item:
+def _read(name: str, item: object) -> BaseModel:
     kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
     if not isinstance(item, dict) or kind not in _ITEMS:
         expected = ", ".join(_ITEMS)
@@ -152,7 +146,7 @@ def _read(name: str, item: object) -> _Item:
         raise refused({f"{name}.{field}": f"{name}.{field}: {what}"}) from None
 
 
-def _add(messages: list[dict[str, object]], item: _Item) -> None:
+def _add(messages: list[dict[str, object]], item: BaseModel) -> None:
     """Add an item; what the assistant says, thinks and calls in one turn is one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if isinstance(item, _Result):

@@ -79,8 +79,6 @@ class TextPart(BaseModel):
 class CalledFunction(BaseModel):
     """What a call of a tool asks for."""
 
-    model_config = ConfigDict(extra="ignore")
-
     name: str = Field(min_length=1)
     arguments: str = "{}"
     """JSON."""
@@ -88,8 +86,6 @@ class CalledFunction(BaseModel):
 
 class ToolCall(BaseModel):
     """A call in an answer of the assistant."""
-
-    model_config = ConfigDict(extra="ignore")
 
     id: str = ""
     type: Literal["function"] = "function"

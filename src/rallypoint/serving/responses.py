@@ -102,27 +102,8 @@ class Shape:
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def whole(self, deltas: Sequence[Delta]) -> JSON:
-        """Return the body of an answer that is not streamed, from the whole of each choice."""
-        version = min((version for delta in deltas for version in delta.versions), default=0)
-        choices = [self._choice(delta, is_chunk=False) for delta in deltas]
-        return self._envelope(version, choices, is_chunk=False) | {"usage": self.usage(deltas)}
-
-    def chunk(self, delta: Delta, version: int, *, is_first: bool) -> JSON:
-        """Return the body of one event of a stream."""
-        return self._envelope(version, [self._choice(delta, is_chunk=True, is_first=is_first)], is_chunk=True) | (
-            {"usage": None} if self.has_usage else {}
-        )
-
-    def last_chunk(self, num_tokens: int, version: int) -> JSON:
-        """Return the body of the event that counts the tokens."""
-        return self._envelope(version, [], is_chunk=True) | {"usage": self._usage(num_tokens)}
-
-    def usage(self, deltas: Sequence[Delta]) -> JSON:
-        """Count the tokens of the prompts, each once, and of the choices."""
-        return self._usage(sum(len(delta.tokens) for delta in deltas))
-
-    def _usage(self, num_tokens: int) -> JSON:
+    def usage(self, num_tokens: int) -> JSON:
+        """Count the tokens of the prompts, each once, beside those of the choices."""
         num_prompt_tokens = sum(map(len, self.prompts))
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -130,7 +111,8 @@ class Shape:
             "total_tokens": num_prompt_tokens + num_tokens,
         }
 
-    def _envelope(self, version: int, choices: Sequence[JSON], *, is_chunk: bool) -> dict[str, JSON]:
+    def envelope(self, version: int, choices: Sequence[JSON], *, is_chunk: bool) -> dict[str, JSON]:
+        """Return what is around choices."""
         if self.kind == "tokens":
             common = {"model": self.model, "system_fingerprint": fingerprint(version), "choices": choices}
             return {"request_id": self.id, **common, "prompt_token_ids": self.prompts[0]}
@@ -148,7 +130,8 @@ class Shape:
             body["prompt_token_ids"] = self.prompts[0]
         return body
 
-    def _choice(self, delta: Delta, *, is_chunk: bool, is_first: bool = True) -> JSON:
+    def choice(self, delta: Delta, *, is_chunk: bool, is_first: bool = True) -> JSON:
+        """Return what is said of one choice."""
         choice: dict[str, JSON] = {"index": delta.index}
         if self.kind == "text":
             choice["text"] = delta.text
@@ -194,7 +177,10 @@ class ChunkWriter:
 
     def whole(self, deltas: Sequence[Delta]) -> JSON:
         """See `Writer`."""
-        return self._shape.whole(deltas)
+        version = min((version for delta in deltas for version in delta.versions), default=0)
+        choices = [self._shape.choice(delta, is_chunk=False) for delta in deltas]
+        body = self._shape.envelope(version, choices, is_chunk=False)
+        return body | {"usage": self._shape.usage(sum(len(delta.tokens) for delta in deltas))}
 
     def events(self, delta: Delta) -> Iterator[bytes]:
         """See `Writer`."""
@@ -204,12 +190,15 @@ class ChunkWriter:
         says = delta.text or delta.reasoning or delta.finish_reason
         if says or is_first or self._shape.has_token_ids or self._shape.has_logprobs:
             self._has_begun.add(delta.index)
-            yield event(self._shape.chunk(delta, delta.version, is_first=is_first))
+            choice = self._shape.choice(delta, is_chunk=True, is_first=is_first)
+            usage = {"usage": None} if self._shape.has_usage else {}
+            yield event(self._shape.envelope(delta.version, [choice], is_chunk=True) | usage)
 
     def end(self) -> Iterator[bytes]:
         """See `Writer`."""
         if self._shape.has_usage:
-            yield event(self._shape.last_chunk(self._num_tokens, self._version))
+            usage = self._shape.usage(self._num_tokens)
+            yield event(self._shape.envelope(self._version, [], is_chunk=True) | {"usage": usage})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: RallyError) -> bytes:

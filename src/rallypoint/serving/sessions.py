@@ -24,7 +24,6 @@ from typing import Generic, Protocol, TypeVar, cast
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
@@ -35,12 +34,21 @@ from rallypoint.errors import EndpointError, EpisodeError, RallyError, RowFullEr
 from rallypoint.generation import Output, SamplingParams, outputs_of
 from rallypoint.serving.anthropic_messages import MessagesRequest
 from rallypoint.serving.app import key_of, with_errors
+from rallypoint.serving.bridge import Arrivals
 from rallypoint.serving.codec import longest_token, max_characters
 from rallypoint.serving.detokenizer import Choice
-from rallypoint.serving.handlers import read_body, respond, stream, while_connected, writer_of
+from rallypoint.serving.handlers import (
+    check_name,
+    model_routes,
+    read_body,
+    respond,
+    stream,
+    while_connected,
+    writer_of,
+)
 from rallypoint.serving.openai_responses import ResponsesRequest
 from rallypoint.serving.requests import ChatRequest, ClientRequest, GenerateRequest, RequestT, read_request
-from rallypoint.serving.responses import JSON, Delta, Shape
+from rallypoint.serving.responses import Delta, Shape
 from rallypoint.types import Turn
 
 ResultT = TypeVar("ResultT")
@@ -196,7 +204,7 @@ class SessionRoute(Generic[RequestT]):
             session = _session_of(self._sessions, scope)
             body = await read_body(Request(scope, receive), *self._limits)
             asked = read_request(self._kind, body)
-            _check_name(asked.model, self._sessions.served.name)
+            check_name(asked.model, self._sessions.served.name)
             _check_fields(asked, session.params)
             await while_connected(receive, self._answer(session, asked, scope, receive, send))
 
@@ -241,7 +249,7 @@ class SessionRoute(Generic[RequestT]):
         params = dataclasses.replace(session.params, stop_strings=strings)
         reader = await self._encoded(session.chat.reader, dialogue) if dialogue is not None else None
         choice = Choice(0, params, lambda ids: str(served.tokenizer.decode(list(ids))), reader)
-        arrived = _Arrived(asyncio.get_running_loop())
+        arrived = Arrivals[Output]()
         sampled = session.call(
             tokens,
             said_in(dialogue) if dialogue is not None else (),
@@ -250,7 +258,7 @@ class SessionRoute(Generic[RequestT]):
             temperature=asked.temperature if "temperature" in asked.model_fields_set else None,
             deliver=arrived.deliver if asked.stream else None,
         )
-        sampled.add_done_callback(lambda _: arrived.deliver(None))
+        sampled.add_done_callback(lambda _: arrived.end())
         try:
             last: Sequence[Output] = ()
             async for outputs in arrived.read():
@@ -295,30 +303,6 @@ async def _again(first: list[Delta], others: AsyncIterator[list[Delta]]) -> Asyn
         yield batch
 
 
-class _Arrived:
-    """Outputs on their way to the event loop, from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._outputs: asyncio.Queue[Output | None] = asyncio.Queue()
-
-    def deliver(self, output: Output | None) -> None:
-        """Take an output; None: there will be no more."""
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
-
-    async def read(self) -> AsyncIterator[list[Output]]:
-        """Yield outputs as they come, those together that have come together."""
-        while (output := await self._outputs.get()) is not None:
-            batch = [output]
-            while not self._outputs.empty() and batch[-1].finish_reason is None:
-                if (output := self._outputs.get_nowait()) is None:
-                    yield batch
-                    return
-                batch.append(output)
-            yield batch
-
-
 async def _turn_of(sampled: Future[Turn]) -> Turn:
     try:
         return await asyncio.wrap_future(sampled)
@@ -330,23 +314,9 @@ async def _turn_of(sampled: Future[Turn]) -> Turn:
 
 def make_sessions_app(sessions: Sessions, *, max_body_bytes: int, patience_s: float = 60.0) -> Starlette:
     """Return an application in which each session has an address, and which knows sessions by their keys, too."""
-    served = sessions.served
-    card: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "rallypoint"}
-    card = {**card, "max_model_len": served.max_tokens}
-
-    async def models(request: Request) -> Response:
-        _session_of(sessions, request.scope)
-        return respond({"object": "list", "data": [card]})
-
-    async def one_model(request: Request) -> Response:
-        _session_of(sessions, request.scope)
-        _check_name(request.path_params["name"], served.name)
-        return respond(card)
-
-    limits = max_body_bytes, patience_s
+    served, limits = sessions.served, (max_body_bytes, patience_s)
     routes = [
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", one_model),
+        *model_routes(served.name, served.max_tokens, lambda request: _session_of(sessions, request.scope)),
         Route("/v1/chat/completions", SessionRoute(sessions, ChatRequest, *limits), methods=["POST"]),
         Route("/v1/responses", SessionRoute(sessions, ResponsesRequest, *limits), methods=["POST"]),
         Route("/v1/messages", SessionRoute(sessions, MessagesRequest, *limits), methods=["POST"]),
@@ -359,12 +329,6 @@ def _session_of(sessions: Sessions, scope: Scope) -> Session:
     """Return the session that a path names, or else a key."""
     named = scope["path_params"].get("session")
     return sessions.find(str(named or key_of(Headers(scope=scope))))
-
-
-def _check_name(name: str | None, served: str) -> None:
-    if name not in (None, served):
-        message = f"model {name!r} is not served here, only {served!r}"
-        raise EndpointError(404, message, param="model", code="model_not_found")
 
 
 def _check_fields(asked: ClientRequest, params: SamplingParams) -> None:
