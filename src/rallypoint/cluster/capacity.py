@@ -120,16 +120,14 @@ def table(pool: ResourcePool, nodes: Sequence[Node]) -> str:
     wants = sorted(pool.processes_per_node, reverse=True)
     there = _roomiest_first(pool, nodes)
     rows = [("node", "wanted", "available", "")]
-    for index in range(max(len(wants), len(there))):
-        want = wants[index] if index < len(wants) else 0
-        node = there[index] if index < len(there) else None
-        name = f"{index + 1} ({node.name})" if node else f"{index + 1}"
+    for number, (want, node) in enumerate(itertools.zip_longest(wants, there), 1):
+        name = f"{number} ({node.name})" if node else f"{number}"
         wanted = amounts_text({name: want * amount for name, amount in pool.bundle.items()}) if want else "-"
         if node is None:
             rows.append((name, wanted, "no such node", "missing"))
         else:
             offer = amounts_text({name: node.resources.get(name, 0) for name in pool.bundle})
-            rows.append((name, wanted, offer, "" if want <= node.room_for(pool) else "too little"))
+            rows.append((name, wanted, offer, "" if (want or 0) <= node.room_for(pool) else "too little"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if pool.labels:

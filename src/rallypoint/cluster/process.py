@@ -34,7 +34,6 @@ from rallypoint.errors import (
     MembershipLostError,
     ModelError,
     PeerFailedError,
-    PlacementError,
     RallyError,
     WorkerDiedError,
     WorkerError,
@@ -179,11 +178,6 @@ class WorkerProcess:
             WorkerError: its constructor raised.
         """
         role, rank = invocation.role, invocation.rank
-        if role in self._workers:
-            raise PlacementError(
-                f"a worker of {role} lives in this process already: shut its group down first, or give this group "
-                "another role name"
-            )
 
         def say(line: str) -> None:
             self._notes.append(f"{role} rank {rank}: {line}")

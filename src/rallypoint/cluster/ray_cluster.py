@@ -99,9 +99,8 @@ class RayCluster:
         self._own, self._say = own, say
         self.daemons = RayDaemons(worker._global_node, None if own is None else own.logs)
         """Ray's daemons that this program needs."""
-        self.ray_thread = RayThread(
-            limit_s=silence_s, fault=self.daemons.fault, note_busy=None if own is None else own.note_busy, say=say
-        )
+        note_busy = (lambda _: None) if own is None else own.note_busy
+        self.ray_thread = RayThread(limit_s=silence_s, fault=self.daemons.fault, note_busy=note_busy, say=say)
         """The thread that makes all calls to Ray that may block."""
         self._leaving = threading.Event()
         threading.Thread(target=self._watch_raylet, name="raylet", daemon=True).start()

@@ -195,7 +195,8 @@ class RayRuntime:
         """Wait until new processes have a place and have said where they are; say now and then what is missing."""
         asked = {asyncio.wrap_future(process.handle.describe.remote().future()): process for process in new}
         for answer in asked:
-            answer.add_done_callback(_take_note)
+            # Seen, so that asyncio does not complain about an error that came after the first.
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         group, place = self._groups[pool], f"a place for pool {pool.name!r}"
         wait = Wait(place, self._timeout_s, self._say, every_s=self._voice_every_s)
         while pending := [answer for answer in asked if not answer.done()]:
@@ -322,12 +323,6 @@ class RayRuntime:
                 texts.append(f"=== node {node}: no stacks: {error or f'no answer in {_STACKS_TIMEOUT_S:g} s'}")
         file.write_text("\n".join(texts))
         return f"the stacks of all {len(processes)} processes are in {file}"
-
-
-def _take_note(answer: asyncio.Future[ProcessInfo]) -> None:
-    """Retrieve an error, so that asyncio does not complain about one that came after the first."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 def _nodes(*, free: bool = False) -> list[Node]:

@@ -40,10 +40,6 @@ def is_held_by_ray() -> bool:
     return _ABANDONED.is_set()
 
 
-def _note_nothing(number: int) -> None:
-    del number
-
-
 class Ask(Protocol):
     """See `RayThread.ask`."""
 
@@ -60,7 +56,7 @@ class RayThread:
         *,
         limit_s: float,
         fault: Callable[[], Fault | None] = lambda: None,
-        note_busy: Callable[[int], None] | None = None,
+        note_busy: Callable[[int], None] = lambda _: None,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = _LOOK_S,
@@ -76,7 +72,7 @@ class RayThread:
             look_s: seconds between two looks at the clock and at Ray's daemons.
         """
         self._limit_s, self._fault, self._say = limit_s, fault, say
-        self._note_busy, self._clock, self._look_s = note_busy or _note_nothing, clock, look_s
+        self._note_busy, self._clock, self._look_s = note_busy, clock, look_s
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

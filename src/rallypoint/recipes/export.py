@@ -135,7 +135,8 @@ def model_card(trained: Trained) -> str | None:
     lines = [*_front(trained.config), f"# {run.path.name}, step {step}", ""]
     lines += [f"Trained with [rallypoint](https://pypi.org/project/rallypoint/), recipe `{trained.config.recipe}`.", ""]
     lines += _table(dict(_facts(trained, record, state, step, checkpoint.weights_digest(folder))))
-    lines += ["", "## Made from", "", *_table(dict(_files(record))), ""]
+    files = {f"{key}, {name}": f"`{digest}`" for key, named in record.inputs.items() for name, digest in named.items()}
+    lines += ["", "## Made from", "", *_table(files), ""]
     lines += ["## Config", "", "<details><summary>every key</summary>", "", *_table(_keys(trained.config)), ""]
     return "\n".join([*lines, "</details>", ""])
 
@@ -169,13 +170,6 @@ def _facts(trained: Trained, record: Record, state: RunState, step: int, weights
     yield "packages", ", ".join(f"{name} {version}" for name, version in record.software.items())
     if state.began is not None:
         yield "machine", state.began.machine
-
-
-def _files(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield the digest of each file that decided the weights."""
-    for key, files in record.inputs.items():
-        for name, digest in files.items():
-            yield f"{key}, {name}", f"`{digest}`"
 
 
 def _keys(config: RunConfig) -> dict[str, str]:
