@@ -9,6 +9,7 @@ and a `json.py` there is nobody's else; where it imports one whose name means an
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import dataclasses
@@ -263,11 +264,10 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
     function.args = arguments
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg) and argument.annotation is not None:
-            argument.annotation = ast.Constant(ast.unparse(argument.annotation))
     names: dict[str, Callable[..., object]] = {}
-    exec(compile(ast.fix_missing_locations(empty), "<signature>", "exec"), names)
+    # With postponed annotations, which are not evaluated.
+    code = compile(ast.fix_missing_locations(empty), "<signature>", "exec", __future__.annotations.compiler_flag)
+    exec(code, names)
     return inspect.signature(names["function"])
 
 
