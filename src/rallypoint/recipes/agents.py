@@ -7,28 +7,24 @@ ended. To the rest of the run an agent is an episode: it has its deadlines, its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig
 from rallypoint.data import Example
 from rallypoint.environments.agents import AgentCall, AgentTask
 from rallypoint.environments.client import Client
 from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.environments.in_process import Returned
-from rallypoint.errors import ConfigError, DiskError, GenerationError, RowFullError, UserCodeError
+from rallypoint.errors import ConfigError, GenerationError, RowFullError, UserCodeError
 from rallypoint.generation import Output
-from rallypoint.prepare.material import Material
-from rallypoint.recipes.in_processes import InProcesses, num_processes_of
-from rallypoint.run.folder import RunFolder
+from rallypoint.recipes.in_processes import InProcesses
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.serving import Served, Server, Sessions, bind, make_sessions_app
 from rallypoint.types import Turn
@@ -46,30 +42,6 @@ _NO_CALL = (
 
 class Agents:
     """Runs an agent for each rollout; called as an episode is."""
-
-    @classmethod
-    def of_run(cls, config: RunConfig, folder: RunFolder, material: Material) -> Self:
-        """Return what runs the agent that a config names; what agents print is in logs/agents.log."""
-        spec = config.rollout.own_episode
-        assert spec is not None, "who has none makes no agents"
-
-        def write_down(line: str) -> None:
-            with contextlib.suppress(DiskError):  # the run will meet the reason itself
-                folder.log(line)
-
-        tokens = material.stop_tokens, config.max_row_tokens
-        strips_thinking = config.rollout.thinking == "strip"
-        log = folder.logs / "agents.log"
-        most = num_processes_of(config)
-        return cls(
-            spec,
-            material.tokenizer,
-            *tokens,
-            say=write_down,
-            log=log,
-            num_processes=most,
-            strips_thinking=strips_thinking,
-        )
 
     def __init__(
         self,

@@ -16,19 +16,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RunConfig
 from rallypoint.data import Example, save_tokenizer
 from rallypoint.environments.blocking import SIZE, EpisodeCall, EpisodeTask, SampledTurn
 from rallypoint.environments.client import Client
 from rallypoint.environments.failures import EpisodeFailed
 from rallypoint.errors import ConfigError, EpisodeError, RallyError, UserCodeError, first_line
-from rallypoint.prepare.material import Material
-from rallypoint.recipes.in_processes import InProcesses, num_processes_of
-from rallypoint.run.folder import RunFolder
+from rallypoint.recipes.in_processes import InProcesses
 from rallypoint.sampling.client import EpisodeClient
 from rallypoint.types import Turn
 
@@ -38,14 +35,6 @@ _MAX_FOLDER_BYTES = 80
 
 class PlainEpisodes:
     """Runs a plain episode for each rollout; called as an episode is."""
-
-    @classmethod
-    def of_run(cls, config: RunConfig, folder: RunFolder, material: Material) -> Self:
-        """Return what runs the episode that a config names; what it prints is in logs/episodes.log."""
-        spec = config.rollout.own_episode
-        assert spec is not None, "who has none runs none"
-        log = folder.logs / "episodes.log"
-        return cls(spec, material.tokenizer, log=log, num_processes=num_processes_of(config))
 
     def __init__(
         self,

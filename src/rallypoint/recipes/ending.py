@@ -104,8 +104,7 @@ def reported(folder: RunFolder) -> Iterator[None]:
             try:
                 write_report([RunReader(folder.path)], folder.report)
             except Exception as error:  # noqa: BLE001 - of whatever reads and draws: the run is done
-                with contextlib.suppress(DiskError):
-                    folder.log(f"{folder.report.name} was not written: {type(error).__name__}: {first_line(error)}")
+                folder.try_log(f"{folder.report.name} was not written: {type(error).__name__}: {first_line(error)}")
 
 
 def summarise(folder: RunFolder, config: RunConfig) -> Summary:

@@ -141,9 +141,8 @@ class Endpoint:
             self._guests.close()
 
     def _write_down(self, line: str) -> None:
-        """Log what happens to the endpoint; where that cannot be done, the run will meet the reason itself."""
-        with contextlib.suppress(DiskError):
-            self._folder.log(f"endpoint: {line}")
+        """Log what happens to the endpoint."""
+        self._folder.try_log(f"endpoint: {line}")
 
 
 def _write_secret(path: Path, text: str) -> None:

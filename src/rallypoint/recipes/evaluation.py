@@ -251,13 +251,11 @@ def _summarised(
 ) -> Evaluation:
     scored, rows = sampled.scored, sampled.rows
     scores, attempts = scored.batch.scores.tolist(), sampled.attempts()
-    best, worst = (
-        (sampled.examples[scored.kept_rows[place]], sampled.texts[scored.kept_rows[place]], scores[place])
-        for place in (
-            max(range(len(scores)), key=scores.__getitem__),
-            min(range(len(scores)), key=scores.__getitem__),
-        )
-    )
+
+    def told(place: int) -> tuple[Example, str, float]:
+        row = scored.kept_rows[place]
+        return sampled.examples[row], sampled.texts[row], scores[place]
+
     is_plain = num_samples == 1 and len({one.source for one in attempts}) <= 1
     return Evaluation(
         scores=tuple(scores),
@@ -265,8 +263,8 @@ def _summarised(
         num_prompts=num_prompts,
         num_tokens=rows.num_loss_tokens,
         num_truncated=int(rows.truncated.sum()),
-        best=best,
-        worst=worst,
+        best=told(max(range(len(scores)), key=scores.__getitem__)),
+        worst=told(min(range(len(scores)), key=scores.__getitem__)),
         sampled=sampled,
         failed=tuple(failed),
         metrics=merge({} if is_plain else measure_attempts(attempts, num_samples), measured).scalars(),

@@ -30,6 +30,7 @@ from rallypoint.prepare.material import Inputs, Material, prepare, read_inputs
 from rallypoint.prepare.pools import pools_of
 from rallypoint.recipes.blocking import PlainEpisodes
 from rallypoint.recipes.ending import Endings, began_of, draw, open_readers, recorded_end
+from rallypoint.recipes.in_processes import num_processes_of
 from rallypoint.recipes.interruption import Observer, acknowledged
 from rallypoint.recipes.steps import Starts
 from rallypoint.roles.placement import SharedFolder, module_of
@@ -190,13 +191,27 @@ def _endpoint(config: RunConfig, folder: RunFolder, journal: Journal) -> Endpoin
 
 
 def _agents(config: RunConfig, folder: RunFolder, material: Material) -> Agents | PlainEpisodes | None:
-    """Take what the run's agents or plain episodes need, if it has some; only for agents the server is imported."""
-    spec = config.rollout.own_episode
+    """Take what the run's agents or plain episodes need, if it has some; only for agents the server is imported.
+
+    What they print is in logs/.
+    """
+    spec, num = config.rollout.own_episode, num_processes_of(config)
+    if spec is not None and is_blocking(spec):
+        return PlainEpisodes(spec, material.tokenizer, log=folder.logs / "episodes.log", num_processes=num)
     if spec is None or not is_agent(spec):
-        return PlainEpisodes.of_run(config, folder, material) if spec is not None and is_blocking(spec) else None
+        return None
     from rallypoint.recipes.agents import Agents
 
-    return Agents.of_run(config, folder, material)
+    return Agents(
+        spec,
+        material.tokenizer,
+        material.stop_tokens,
+        config.max_row_tokens,
+        say=folder.try_log,
+        log=folder.logs / "agents.log",
+        num_processes=num,
+        strips_thinking=config.rollout.thinking == "strip",
+    )
 
 
 async def _open(pools: ResourcePoolManager, runtime: Runtime, config: RunConfig, say: Callable[[str], None]) -> None:

@@ -38,7 +38,7 @@ from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, va
 from rallypoint.data.locate import is_local
 from rallypoint.disk import naming
 from rallypoint.environments.reward import SHIPPED
-from rallypoint.errors import RunFolderError
+from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.journal import (
     Entry,
     Journal,
@@ -119,6 +119,11 @@ class RunFolder:
         path = self.logs / "train.log"
         with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+    def try_log(self, message: str) -> None:
+        """Do as `log`, but for a disk that takes nothing: the run will meet that itself."""
+        with contextlib.suppress(DiskError):
+            self.log(message)
 
     def take(self, entry: Entry) -> None:
         """Write what a person reads of an event into logs/train.log."""
