@@ -284,7 +284,7 @@ class Placement:
         """Make roles again in new processes instead of lost ones; if that fails, no new one is taken for whole."""
         for process in lost:
             process.end()
-        before = {process for group in self.groups.values() for process in group.processes}
+        before = self._all
         try:
             for role in list(self.groups):
                 if role not in roles:
@@ -295,13 +295,18 @@ class Placement:
                     mesh = self.groups[role].mesh
                     await self.refillers[role].refill(sorted({mesh.part(rank) for rank in ranks}))
         except WorkerDiedError:
-            for process in {process for group in self.groups.values() for process in group.processes} - before:
+            for process in self._all - before:
                 process.end()
             raise
 
+    @property
+    def _all(self) -> set[Process]:
+        """The processes of all roles."""
+        return {process for group in self.groups.values() for process in group.processes}
+
     def _lost_by(self, error: WorkerDiedError) -> set[Process]:
         """Return the process of a loss, with all of its node if that was lost; nothing if it was replaced already."""
-        processes = {process for group in self.groups.values() for process in group.processes}
+        processes = self._all
         lost = {process for process in processes if (process.info.pid, process.info.node) == (error.pid, error.node)}
         nodes = {process.info.node_id for process in lost if error.is_node_lost}
         return lost | {process for process in processes if process.info.node_id in nodes}

@@ -95,26 +95,23 @@ class _Sheet:
     def _process(self, name: str) -> int:
         if name not in self.processes:
             self.processes[name] = pid = len(self.processes) + 1
-            self._name("process_name", pid, 0, name)
-            self.events.append({**_meta("process_sort_index", pid, 0), "args": {"sort_index": pid}})
+            self._say("process_name", pid, 0, name=name)
+            self._say("process_sort_index", pid, 0, sort_index=pid)
         return self.processes[name]
 
     def _row(self, where: tuple[str, str], pid: int) -> int:
         rows = self._threads[where]
         tid = 1 + sum(len(others) for (process, _), others in self._threads.items() if process == where[0])
         rows.append(tid)
-        self._name("thread_name", pid, tid, where[1] if len(rows) == 1 else f"{where[1]} ({len(rows)})")
+        self._say("thread_name", pid, tid, name=where[1] if len(rows) == 1 else f"{where[1]} ({len(rows)})")
         return tid
 
-    def _name(self, kind: str, pid: int, tid: int, name: str) -> None:
-        self.events.append({**_meta(kind, pid, tid), "args": {"name": name}})
+    def _say(self, what: str, pid: int, tid: int, **args: object) -> None:
+        """Add what is known of a process or a thread."""
+        self.events.append({"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args})
 
     def _micros(self, time_s: float) -> int:
         return round((time_s - self.origin_s) * 1e6)
-
-
-def _meta(kind: str, pid: int, tid: int) -> Json:
-    return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid}
 
 
 def trace(entries: Iterable[Entry], steps: range) -> Json:

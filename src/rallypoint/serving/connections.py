@@ -129,24 +129,14 @@ class OpenConnections:
     ) -> None:
         """Begin without connections."""
         self.capacity, self.deadlines, self.complain, self.clock = capacity, deadlines, complain, clock
-        self._connections: set[HttpConnection] = set()
-
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    def enter(self, connection: HttpConnection) -> None:
-        """Add a new connection."""
-        self._connections.add(connection)
-
-    def leave(self, connection: HttpConnection) -> None:
-        """Forget one that has ended."""
-        self._connections.discard(connection)
+        self.open: set[HttpConnection] = set()
+        """Connections that have begun and not ended."""
 
     def has_place(self) -> bool:
         """Return whether another connection may come, after closing some that wait if there is no room."""
-        if len(self._connections) < self.capacity:
+        if len(self.open) < self.capacity:
             return True
-        waiting = [connection for connection in self._connections if connection.stage is not Stage.ANSWER]
+        waiting = [connection for connection in self.open if connection.stage is not Stage.ANSWER]
         if not waiting:
             self.complain(f"all {self.capacity} connections are being answered; another one was refused with 503")
             return False
@@ -158,7 +148,7 @@ class OpenConnections:
     def close_overdue(self) -> None:
         """Close the connections that are past their deadline; call it now and then."""
         now = self.clock()
-        for connection in list(self._connections):
+        for connection in list(self.open):
             connection.look()
             if now >= connection.deadline:
                 connection.give_up()
@@ -219,18 +209,18 @@ class HttpConnection(H11Protocol):
     def abort(self) -> None:
         """Close it now, whatever is under way."""
         self.transport.abort()
-        self._room.leave(self)
+        self._room.open.discard(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
         """Begin."""
         super().connection_made(transport)
-        self._room.enter(self)
+        self._room.open.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._room.leave(self)
+        self._room.open.discard(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass on what the client sends."""
