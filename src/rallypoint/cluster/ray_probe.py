@@ -177,8 +177,9 @@ def check_cluster(address: str) -> None:
         raise ProblemError(f"the cluster at {address} wants another token than {_token_in_use()}") from None
     except RpcError as error:
         raise ProblemError(f"what listens at {address} does not answer as a Ray cluster does: {error}") from None
+    own = Versions(ray.__version__, platform.python_version())
     if metadata:  # a cluster that did not record them is let pass, as by Ray
-        check_versions(Versions(metadata["ray_version"], metadata["python_version"]), _own_versions())
+        check_versions(Versions(metadata["ray_version"], metadata["python_version"]), own)
     if not nodes & set(find_node_ids()):
         raise ProblemError(
             f"this machine is not a node of the cluster at {address}, and a driver must run on one: "
@@ -189,12 +190,6 @@ def check_cluster(address: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         raise ProblemError(f"cannot join the cluster at {address}: {error}") from error
     ray.shutdown()
-
-
-def _own_versions() -> Versions:
-    import ray
-
-    return Versions(ray.__version__, platform.python_version())
 
 
 def _token_in_use() -> str:

@@ -47,17 +47,14 @@ class ValueWorker(LearnerWorker[BatchT, Tensor]):
 class CriticWorker(ValueWorker[CriticBatch]):
     """One rank of the critic."""
 
+    balances_routers = False  # the keys are the actor's
+
     def __init__(self, context: WorkerContext, spec: WorkerSpec, loss: LossFunction[CriticBatch, Tensor]) -> None:
         critic = spec.config.critic
         path = critic.path or spec.model_path
         super().__init__(context, spec, loss, load=load_critic, path=path, optimizer=critic.optimizer)
         if "critic" in spec.config.sleeping:
             self.lease.sleep_between(self.engine)
-
-    @property
-    def balances_routers(self) -> bool:
-        """No: the keys are the actor's."""
-        return False
 
     @shard
     @with_lease()

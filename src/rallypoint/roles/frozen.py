@@ -6,7 +6,7 @@ These are classifiers that give every rollout one number each.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -64,14 +64,6 @@ class FrozenModel(Generic[WorkerT]):
     def __init__(self, config: RunConfig, group: WorkerGroup[WorkerT] | None) -> None:
         self._config, self._group = config, group
         self._attention_cost = attention_cost(config)
-
-    async def _per_token(
-        self, method: Callable[[WorkerT, list[Sequences]], list[PerToken]], batch: Sequences
-    ) -> Tensor | None:
-        """Have the ranks compute a number for every token: [T] float32; None without the role."""
-        if self._group is None:
-            return None
-        return await per_token(self._group, method, batch, self._attention_cost)
 
 
 class RewardWorker(FrozenWorker):

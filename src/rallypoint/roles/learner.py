@@ -62,6 +62,8 @@ _LOADS = ("expert_load_min", "expert_load_max")
 class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
     """One rank of a model that is trained."""
 
+    balances_routers = True
+    """Whether the actor's keys for routers are about this model."""
     num_frozen_steps = 0
     """Steps of the run before the first update: the schedule of the learning rate begins after them."""
 
@@ -93,11 +95,6 @@ class LearnerWorker(LeaseHolder, abc.ABC, Generic[BatchT, OutputsT]):
             deterministic=spec.config.engine.deterministic,
             tick=context.tick,
         )
-
-    @property
-    def balances_routers(self) -> bool:
-        """Whether the actor's keys for routers are about this model."""
-        return True
 
     @abc.abstractmethod
     def forward(self, rows: Sequences, at: Tensor) -> OutputsT:

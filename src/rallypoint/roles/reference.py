@@ -27,7 +27,7 @@ from rallypoint.journal import Journal
 from rallypoint.models import ModelShard, twin
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.colocated import ActorParts, with_lease
-from rallypoint.roles.dealing import logprobs_of
+from rallypoint.roles.dealing import logprobs_of, per_token
 from rallypoint.roles.examples import ExampleSource, rows_of
 from rallypoint.roles.frozen import FrozenModel, FrozenWorker
 from rallypoint.roles.placement import Placement, WorkerSpec
@@ -100,7 +100,9 @@ class Reference(FrozenModel[ReferenceWorker]):
 
     async def logprobs(self, batch: Sequences) -> Tensor | None:
         """Return the log-probability of every trained token, [T] float32; None in a run without a reference."""
-        return await self._per_token(ReferenceWorker.logprobs, batch)
+        if self._group is None:
+            return None
+        return await per_token(self._group, ReferenceWorker.logprobs, batch, self._attention_cost)
 
     async def refresh(self, actor: Actor[Any], step: int) -> Metrics:
         """Take over the actor's weights if that is due after this step; return whose weights it has then."""
