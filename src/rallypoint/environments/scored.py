@@ -142,21 +142,24 @@ class Scored:
     """What the function says of each of these rows in words; empty text if nothing."""
 
 
-def combine(groups: Sequence[ScoredGroup], *, models: Sequence[ModelScores] = ()) -> Scored:
+def combine(
+    groups: Sequence[ScoredGroup], *, rows: RolloutBatch | None = None, models: Sequence[ModelScores] = ()
+) -> Scored:
     """Return the rows of all groups that the reward functions, and the reward models, have scored.
 
     Args:
         groups: of a batch, in its order.
+        rows: theirs, where they were put together before.
         models: what reward models say of all rows.
     """
     for model in models:
         parts = model.scores.split([len(group.rows) for group in groups])
         groups = [group.with_model(scores.tolist(), model) for group, scores in zip(groups, parts, strict=True)]
-    batch = RolloutBatch.join([group.rows for group in groups])
+    batch = RolloutBatch.join([group.rows for group in groups]) if rows is None else rows
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     results = {row: outcome for row, outcome in enumerate(outcomes) if isinstance(outcome, Scores)}
     failures = failures_of(groups)
-    kept = batch.rows(list(results))
+    kept = batch if len(results) == len(batch) else batch.rows(list(results))
     token_rewards = torch.zeros(kept.num_tokens, dtype=torch.float32)
     token_scores = [score for result in results.values() for score in result.token_scores]
     token_rewards[kept.loss_mask] = torch.tensor(token_scores, dtype=torch.float32)

@@ -95,7 +95,7 @@ class Scoring:
                     break
         finally:
             self._abandon()
-        groups = [self._groups[index] for index in sorted(self._groups)]
+        groups = [self._groups.pop(index) for index in sorted(self._groups)]
         failures = [failure for failure in failures_of(groups) if failure.kind in self._failing]
         check_failures([*self._failed, *failures], self._num_rows, self._max_failed)
         return groups

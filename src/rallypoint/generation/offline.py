@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rallypoint.errors import GenerationError, RallyError, WeightsMismatchError
 from rallypoint.generation.protocol import GenerationEngine, Output, Request, SamplingParams
-from rallypoint.types import Prompts, RolloutBatch, Trajectory, Turn, assemble
+from rallypoint.types import Limit, Prompts, RolloutBatch, Trajectory, Turn, assemble
 
 
 def generate(
@@ -65,18 +65,36 @@ def generate(
     return RolloutBatch.join([nothing, *groups])
 
 
-def as_turn(prompt: tuple[int, ...], outputs: Sequence[Output]) -> Turn:
-    """Return the turn that a request's outputs make up; the last output ends it."""
+def as_turn(
+    prompt: tuple[int, ...],
+    outputs: Sequence[Output],
+    *,
+    limit: Limit | None = None,
+    said: tuple[tuple[str, str], ...] = (),
+    state: str | None = None,
+) -> Turn:
+    """Return the turn that a request's outputs make up; the last output ends it.
+
+    Args:
+        prompt: tokens of the request.
+        outputs: of the request, in their order.
+        limit: see `Turn.limit`.
+        said: see `Turn.said`.
+        state: see `Turn.state`.
+    """
     return Turn(
         prompt=prompt,
-        response=tuple(token for output in outputs for token in output.tokens),
-        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
-        sampled_logprobs=tuple(logprob for output in outputs for logprob in output.sampled_logprobs),
+        response=tuple(itertools.chain.from_iterable(output.tokens for output in outputs)),
+        logprobs=tuple(itertools.chain.from_iterable(output.logprobs for output in outputs)),
+        sampled_logprobs=tuple(itertools.chain.from_iterable(output.sampled_logprobs for output in outputs)),
         experts=b"".join(output.experts for output in outputs),
         prompt_experts=outputs[-1].prompt_experts,
         version=min(output.version for output in outputs),
         spans=_spans(outputs) if _is_mixed(outputs) else (),
         truncated=outputs[-1].finish_reason != "stop",
+        limit=limit,
+        said=said,
+        state=state,
     )
 
 

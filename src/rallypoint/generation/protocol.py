@@ -21,12 +21,15 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
 from torch import Tensor
 
 from rallypoint.config.limits import MAX_TOP_K, MIN_TEMPERATURE
 from rallypoint.errors import RallyError
+
+if TYPE_CHECKING:
+    from rallypoint.config import RolloutConfig
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "failed"]
 """A stop token or string came; a limit was reached; `cancel` was called; see `Output.error`."""
@@ -93,6 +96,22 @@ class SamplingParams:
             ("stop_strings", self.stop_strings, is_several, "several strings in a tuple, and no empty string"),
         )
 
+    @classmethod
+    def of(cls, rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> Self:
+        """Return how a config has rollouts drawn."""
+        return cls(
+            max_new_tokens=rollout.max_response_tokens,
+            min_new_tokens=rollout.min_response_tokens,
+            temperature=rollout.temperature,
+            seed=seed,
+            stop_tokens=stop_tokens,
+            stop_strings=rollout.stop,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+        )
+
     @property
     def has_own_temperature(self) -> bool:
         """Whether `Output.logprobs` are at another temperature than the draw."""
@@ -134,8 +153,8 @@ class Request:
             object.__setattr__(self, name, value)
             if not is_whole(value):
                 raise ValueError(f"{name}={value!r}: expected a whole number of at most 64 bits, with its sign")
-        asked = self.prompt_logprobs
-        refuse_unless(("prompt_logprobs", asked, asked is None or is_whole(asked, 0), "None or a whole number from 0"))
+        if (asked := self.prompt_logprobs) is not None:
+            refuse_unless(("prompt_logprobs", asked, is_whole(asked, 0), "None or a whole number from 0"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

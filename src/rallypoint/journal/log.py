@@ -37,6 +37,7 @@ from rallypoint.errors import DiskError, RunFolderError
 from rallypoint.journal.events import Event, Level, Said, event_of, fields_of
 
 _TAIL = 64 * 1024
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _FIRST = ""
 """What the first line has in place of the hash of the line before."""
 
@@ -105,13 +106,13 @@ class Journal:
                 number += 1
                 entries.append(Entry(number, round(self._clock(), 3), event))
                 head = {"n": number, "time": entries[-1].time_s, "before": before, "kind": type(event).__name__}
-                line = json.dumps(head | fields_of(event), ensure_ascii=False, allow_nan=False).encode(errors="replace")
+                line = _JSON.encode(head | fields_of(event)).encode(errors="replace")
                 before = _hash(line)
                 lines.append(line + b"\n")
             failure = None
             try:
-                with naming(self.path):
-                    if failpoints.armed is not None:
+                if failpoints.armed is not None:
+                    with naming(self.path):
                         for event in events:
                             failpoints.fail(failpoints.armed.due(type(event).__name__, event))
             except DiskError as error:

@@ -120,7 +120,7 @@ class Play:
         """Play one episode: yield all turns so far whenever there are more, and at last what became of it."""
         async with self._opened() as (episode, terms):
             client, seen = EpisodeClient(terms, self.params, (place, prompt), 0, rank=0), 0
-            playing = asyncio.create_task(client.rollout(episode))
+            playing = client.rollout(episode)
             try:
                 while not playing.done() or seen < len(client.turns):
                     await asyncio.wait({playing}, timeout=_LOOK_S)

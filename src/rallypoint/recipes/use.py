@@ -34,7 +34,6 @@ from rallypoint.prepare.model_folders import is_hub_name
 from rallypoint.prepare.model_limits import RowLimits, check_ids, stop_tokens
 from rallypoint.run.copies import borrow_checkpoint
 from rallypoint.run.folder import named_run
-from rallypoint.sampling.client import sampling_params
 from rallypoint.types import Prompts, RolloutBatch, offsets_from_lengths
 
 
@@ -245,7 +244,7 @@ class Opened:
             return SamplingParams(
                 max_new_tokens=max_new_tokens, temperature=asked.temperature, seed=asked.seed, stop_tokens=stops
             )
-        usual = sampling_params(trained.config.rollout, seed=asked.seed, stop_tokens=stops)
+        usual = SamplingParams.of(trained.config.rollout, seed=asked.seed, stop_tokens=stops)
         return dataclasses.replace(
             usual,
             max_new_tokens=max_new_tokens,

@@ -122,6 +122,7 @@ class StepRollouts:
         parts = [()] * len(kept) if batch.reward_parts is None else _nulls(batch.reward_parts.tolist())
         why = {failure.row: f"{failure.kind}: {failure.reason}" for failure in self.scored.failures}
         numbers, text, floats = pa.map_(pa.string(), pa.float64()), pa.string(), pa.float32()
+        of_rows, prompts, truncated = _Lists(rows), rows.prompt_index.tolist(), rows.truncated.tolist()
 
         def each(of: Callable[[int], Any], kind: pa.DataType) -> pa.Array:
             return pa.array([of(row) for row in range(len(rows))], kind)
@@ -142,44 +143,46 @@ class StepRollouts:
             "score": of_kept(scores.__getitem__, pa.float64()),
             "reward_parts": of_kept(lambda at: list(zip(names, parts[at], strict=True)), numbers),
             "reward_extras": of_kept(lambda at: list(self.scored.extras[at].items()), numbers),
-            "replaced": each(lambda row: int(rows.prompt_index[row]) in self.replaced, pa.bool_()),
+            "replaced": each(lambda row: prompts[row] in self.replaced, pa.bool_()),
             "failure": each(lambda row: _writable(why[row]) if row in why else None, text),
             "untrained": pa.array(self._untrained(), text),
-            "finish_reason": each(lambda row: "length" if rows.truncated[row] else "stop", text),
+            "finish_reason": each(lambda row: "length" if truncated[row] else "stop", text),
             **self._conversation_columns(),
             "version": pa.array(rows.versions.numpy()),
-            "prompt_ids": _lists(rows.tokens, rows, pa.int32(), of_prompt=True),
-            "response_ids": _lists(rows.tokens, rows, pa.int32()),
-            "loss_mask": _lists(rows.loss_mask, rows, pa.bool_()),
-            "sequence_starts": _lists(rows.sequence_starts, rows, pa.bool_()),
-            "rollout_logprobs": _lists(rows.rollout_logprobs, rows, floats),
-            "sampled_logprobs": _lists(rows.sampled_logprobs, rows, floats),
-            "token_versions": _lists(rows.token_versions, rows, pa.int64()),
+            "prompt_ids": of_rows(rows.tokens, pa.int32(), of_prompt=True),
+            "response_ids": of_rows(rows.tokens, pa.int32()),
+            "loss_mask": of_rows(rows.loss_mask, pa.bool_()),
+            "sequence_starts": of_rows(rows.sequence_starts, pa.bool_()),
+            "rollout_logprobs": of_rows(rows.rollout_logprobs, floats),
+            "sampled_logprobs": of_rows(rows.sampled_logprobs, floats),
+            "token_versions": of_rows(rows.token_versions, pa.int64()),
             "experts": each(lambda row: _experts(rows, row), pa.large_binary()),
-            "turn_states": _lists(rows.turn_states, rows, pa.int64()),
+            "turn_states": of_rows(rows.turn_states, pa.int64()),
         }
         where = pa.array([place.get(row) for row in range(len(rows))], pa.int64())
-        columns["token_rewards"] = _lists(batch.token_rewards, batch, floats).take(where)
+        columns["token_rewards"] = _Lists(batch)(batch.token_rewards, floats).take(where)
         learned = self.learned if isinstance(self.learned, ActorBatch) else None
         at = {pair: place for place, pair in enumerate(_pairs(learned))} if learned is not None else {}
         where = pa.array([at.get(pair) for pair in _pairs(rows)], pa.int64())
+        of_learned = of_rows if learned is None else _Lists(learned)
         for name in ("old_logprobs", "entropies", "advantages"):
             values = None if learned is None else getattr(learned, name)
-            columns[name] = _lists(values, rows if learned is None else learned, floats).take(where)
+            columns[name] = of_learned(values, floats).take(where)
         return pa.table(columns)
 
     def _untrained(self) -> list[str | None]:
         """Return why nothing was learned from each row; None where something was, and in a validation."""
-        rows, learned = self.rows, self.learned
+        rows, learned, scored = self.rows, self.learned, self.scored.batch
         if learned is None:
             return [None] * len(rows)
         places, kept = {pair: place for place, pair in enumerate(_pairs(learned))}, set(self.scored.kept_rows)
         groups, scores = set(learned.prompt_index.tolist()), defaultdict[int, set[float]](set)
-        for row, score in zip(self.scored.kept_rows, self.scored.batch.scores.tolist(), strict=True):
-            scores[int(rows.prompt_index[row])].add(score)
+        for prompt, score in zip(scored.prompt_index.tolist(), scored.scores.tolist(), strict=True):
+            scores[prompt].add(score)
         learns = torch.ones(len(learned), dtype=torch.bool)
         if self.needs_advantage and isinstance(learned, ActorBatch):
             learns = rows_that_learn(learned.advantages, learned.loss_mask, learned.offsets)
+        has_learned, truncated = learns.tolist(), rows.truncated.tolist()
 
         def why(row: int, prompt: int, pair: tuple[int, int]) -> str | None:
             if row not in kept:
@@ -187,9 +190,9 @@ class StepRollouts:
             if prompt in self.replaced:
                 return REPLACED
             if pair not in places:
-                is_cut = bool(rows.truncated[row]) and (prompt in groups or len(scores[prompt]) > 1)
+                is_cut = truncated[row] and (prompt in groups or len(scores[prompt]) > 1)
                 return TRUNCATED if is_cut else NO_SIGNAL
-            if bool(learns[places[pair]]):
+            if has_learned[places[pair]]:
                 return None
             return NO_SIGNAL if len(scores[prompt]) == 1 else AT_MEAN
 
@@ -238,25 +241,30 @@ def _pairs(batch: Sequences) -> list[tuple[int, int]]:
     return list(zip(batch.prompt_index.tolist(), batch.sample_index.tolist(), strict=True))
 
 
-def _lists(values: Tensor | None, batch: Sequences, kind: pa.DataType, *, of_prompt: bool = False) -> pa.Array:
-    """Return a list for each row: of its response, which begins with the first token that the policy sampled.
+class _Lists:
+    """Columns with a list for each row of a batch: of its response, from the first token that the policy sampled."""
 
-    Args:
-        values: [T]; None for null in each row.
-        batch: that they are of.
-        kind: type of a value.
-        of_prompt: takes the tokens before the response instead.
-    """
-    import pyarrow as pa
+    def __init__(self, batch: Sequences) -> None:
+        # numpy, since torch would wake threads for it that training needs.
+        self._offsets = batch.offsets.numpy()
+        sampled = np.concatenate(([0], batch.loss_mask.numpy().cumsum()))
+        self._is_response = sampled[1:] > sampled[self._offsets[:-1]].repeat(np.diff(self._offsets))
 
-    if values is None:
-        return pa.nulls(len(batch), pa.list_(kind))
-    # numpy, since torch would wake threads for it that training needs.
-    offsets, sampled = batch.offsets.numpy(), np.concatenate(([0], batch.loss_mask.numpy().cumsum()))
-    is_response = sampled[1:] > sampled[offsets[:-1]].repeat(np.diff(offsets))
-    where = is_response != of_prompt
-    ends = np.concatenate(([0], where.cumsum()))[offsets]
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()[where], kind))
+    def __call__(self, values: Tensor | None, kind: pa.DataType, *, of_prompt: bool = False) -> pa.Array:
+        """Return the column of numbers for each token.
+
+        Args:
+            values: [T]; None for null in each row.
+            kind: type of a value.
+            of_prompt: takes the tokens before the response instead.
+        """
+        import pyarrow as pa
+
+        if values is None:
+            return pa.nulls(len(self._offsets) - 1, pa.list_(kind))
+        where = self._is_response != of_prompt
+        ends = np.concatenate(([0], where.cumsum()))[self._offsets]
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()[where], kind))
 
 
 def _experts(rows: RolloutBatch, row: int) -> bytes | None:

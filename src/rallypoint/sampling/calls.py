@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +30,7 @@ _FIRST_OF_BRANCHES = 2**29
 """Least number of a call that is numbered by its tokens; there are as many more."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """A call from its beginning."""
 
@@ -67,7 +67,8 @@ class Calls:
         self._hashers: dict[int, hashlib.blake2b] = {ROOT: hashlib.blake2b(digest_size=16)}
         """For each turn, what has read all tokens up to its end, so that the next call's digest takes its own alone."""
         self._children: defaultdict[int, list[int]] = defaultdict(list)
-        self._times: Counter[bytes] = Counter()
+        self._times: defaultdict[bytes, int] = defaultdict(int)
+        self._num_asked = 0
 
     def begin(self, tokens: tuple[int, ...], *, parent: int | None = None, number: int | None = None) -> Call:
         """Return a call.
@@ -80,8 +81,8 @@ class Calls:
         found, start = self._longest_beginning(tokens) if parent is None else (parent, self._end_of(parent))
         hasher = _updated(self._hashers[found], tokens[start:])
         key = hasher.digest()
-        times, asked = self._times[key], self._times.total()
-        self._times[key] += 1
+        times, asked = self._times[key], self._num_asked
+        self._times[key], self._num_asked = times + 1, asked + 1
         if number is None:
             number = 0 if tokens == self._prompt and not times else _number_of(key, times)
         return Call(tokens, len(tokens), found, start, number, hasher, asked, len(self.turns))
@@ -99,7 +100,8 @@ class Calls:
         experts = turn.prompt_experts[call.start * turn.num_expert_bytes :]
         turn = dataclasses.replace(turn, prompt=prompt, prompt_experts=experts, parent=parent)
         self.turns.append(turn)
-        self._ended.append(dataclasses.replace(call, tokens=()))
+        call.tokens = ()
+        self._ended.append(call)
         self._hashers[number] = _updated(call.hasher, turn.response)
         self._children[call.parent].append(number)
         return turn
@@ -112,6 +114,8 @@ class Calls:
 
         Calls that ran at the same time are in the order of their depths, and then of their numbers.
         """
+        if len(self.turns) == 1:
+            return tuple(self.turns)  # as most rollouts are, hundreds a step
         order = self._order_of_kept()
         place = {ROOT: ROOT} | {number: place for place, number in enumerate(order)}
         parents = [place[self._ended[number].parent] for number in order]

@@ -21,7 +21,7 @@ from typing import Self, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.config import RolloutConfig, RunConfig
+from rallypoint.config import RunConfig
 from rallypoint.data import ChatMessage
 from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.chat import Chat, Messages, said_in
@@ -130,30 +130,33 @@ class EpisodeClient:
         """See `Client.tokenizer`."""
         return self._terms.tokenizer
 
-    async def rollout(self, episode: PromptEpisode) -> Trajectory | RolloutFailure:
-        """Return the rollout that an episode makes of the prompt, or why there is none.
+    def rollout(self, episode: PromptEpisode) -> asyncio.Future[Trajectory | RolloutFailure]:
+        """Return the rollout that an episode is going to make of the prompt, or why there will be none.
 
-        A rollout whose row had no room for a further turn is truncated.
-
-        Raises:
-            RallyError: the role that samples has failed, and not on this rollout alone.
+        A rollout whose row had no room for a further turn is truncated. Awaiting the future raises RallyError if the
+        role that samples has failed, and not on this rollout alone.
         """
         self.own_time = time = OwnTime(self._terms.limits)
         running = asyncio.create_task(self._end_of(episode, time))
-        try:
-            await Ending(running, time.is_over)
-            if time.is_over.done():
-                found = dataclasses.replace(time.is_over.result(), traceback=where(running.get_coro()))
-            elif running.cancelled():
-                found = EpisodeFailed("raised", "the episode raised CancelledError")
-            else:
-                found = running.result()
-        finally:
+
+        def close() -> float:
             self.own_time = None
-            own_s = time.stop()
             for each in self._asking:
                 each.cancel()
             leave(running)
+            return time.stop()
+
+        return Ending(running, time.is_over, close, lambda own_s: self._result(running, time, own_s))
+
+    def _result(
+        self, running: asyncio.Task[Trajectory | EpisodeFailed], time: OwnTime, own_s: float
+    ) -> Trajectory | RolloutFailure:
+        if time.is_over.done():
+            found = dataclasses.replace(time.is_over.result(), traceback=where(running.get_coro()))
+        elif running.cancelled():
+            found = EpisodeFailed("raised", "the episode raised CancelledError")
+        else:
+            found = running.result()
         if isinstance(found, Trajectory):
             chats = self.chats
             of_tools = self.num_tool_errors if self._tools is None else self._tools.num_errors
@@ -204,9 +207,10 @@ class EpisodeClient:
             )
         added, number = self._checked(tokens), len(self._calls.turns)
         params = self._params_of("sample", max_tokens, stop, temperature)
-        call = self._begin(self._tokens + added, parent=self._newest, number=None if self._has_calls else number)
+        tokens = self._tokens + added
+        call = self._begin(tokens, parent=self._newest, number=None if self._has_calls else number)
         turn = await self._ask(call, params)
-        self._tokens, self._newest = call.tokens + turn.response, number
+        self._tokens, self._newest = tokens + turn.response, number
         return turn
 
     async def call(
@@ -274,7 +278,7 @@ class EpisodeClient:
         time, task = self.own_time, asyncio.current_task()
         assert time is not None, "`_begin` has looked"
         assert task is not None, "an episode is one"
-        request = dataclasses.replace(self._request(call, params), streamed=deliver is not None)
+        request = self._request(call, params, streamed=deliver is not None)
         self._asking.add(task)
         try:
             with time.paused():
@@ -290,14 +294,12 @@ class EpisodeClient:
             self._asking.discard(task)
         if not said and call.tokens == self.prompt:
             said = tuple((one.role, one.content) for one in self._prompt.example.prompt)
-        turn = dataclasses.replace(as_turn((), outputs), said=said, state=state)  # `Calls.end` adds its prompt
-        if turn.truncated:
-            turn = dataclasses.replace(turn, limit=self._limit(request, turn))
-        turn = self._calls.end(call, turn)  # one that failed leaves nothing: it may be repeated
+        turn = as_turn((), outputs, limit=self._limit(request, outputs), said=said, state=state)
+        turn = self._calls.end(call, turn)  # adds its prompt; one that failed leaves nothing: it may be repeated
         await self._repeat(time)
         return turn
 
-    def _request(self, call: Call, params: SamplingParams) -> Request:
+    def _request(self, call: Call, params: SamplingParams, *, streamed: bool) -> Request:
         """Return the request for a call."""
         if call.number:
             params = dataclasses.replace(params, seed=params.seed + call.number * _NEXT_TURN)
@@ -312,7 +314,13 @@ class EpisodeClient:
         if room < params.max_new_tokens:
             least = min(room, params.min_new_tokens)
             params = dataclasses.replace(params, max_new_tokens=room, min_new_tokens=least)
-        return Request(tokens=call.tokens, params=params, prompt_index=self.prompt_index, sample_index=self._sample)
+        return Request(
+            tokens=call.tokens,
+            params=params,
+            prompt_index=self.prompt_index,
+            sample_index=self._sample,
+            streamed=streamed,
+        )
 
     def _is_of_this_rollout(self, error: BaseException, request: Request, task: asyncio.Task[object]) -> bool:
         """Whether what came instead of a response concerns no other rollout."""
@@ -320,10 +328,12 @@ class EpisodeClient:
             return bool(task.cancelling())
         return isinstance(error, RequestError) and request.tokens != self.prompt
 
-    def _limit(self, request: Request, turn: Turn) -> Limit:
-        """Return at which limit a response was cut off."""
+    def _limit(self, request: Request, outputs: Sequence[Output]) -> Limit | None:
+        """Return at which limit a response was cut off; None: it ended by itself."""
+        if outputs[-1].finish_reason == "stop":
+            return None
         most = request.params.max_new_tokens
-        if len(turn.response) < most:
+        if sum(len(output.tokens) for output in outputs) < most:
             return "engine"
         return "row" if len(request.tokens) + most == self._terms.max_tokens else "turn"
 
@@ -382,19 +392,3 @@ class EpisodeClient:
 
     def __str__(self) -> str:
         return f"prompt {self.prompt_index} sample {self._sample}"
-
-
-def sampling_params(rollout: RolloutConfig, *, seed: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
-    """Return how a config has rollouts drawn."""
-    return SamplingParams(
-        max_new_tokens=rollout.max_response_tokens,
-        min_new_tokens=rollout.min_response_tokens,
-        temperature=rollout.temperature,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        stop_strings=rollout.stop,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-    )

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -67,29 +67,39 @@ class OwnTime:
 
     def __init__(self, limits: EpisodeLimits) -> None:
         """Begin to count."""
-        self.is_over: asyncio.Future[EpisodeFailed] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.is_over: asyncio.Future[EpisodeFailed] = self._loop.create_future()
         """Why the episode is to be ended."""
-        self._limits, self._loop, self._num_paused = limits, asyncio.get_running_loop(), 0
-        self._total_s, self._since, self._timer = 0.0, 0.0, asyncio.TimerHandle(0.0, lambda: None, (), self._loop)
-        self._begin()
+        self._limits, self._num_paused = limits, 0
+        self._total_s, self._since, self._is_counting = 0.0, self._loop.time(), True
+        self._timer: asyncio.TimerHandle | None = None
+        self._look()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time of the block; several may overlap."""
         self._num_paused += 1
-        self.stop()
+        self._count()
         try:
             yield
         finally:
             self._num_paused -= 1
             if not self._num_paused and not self.is_over.done():
-                self._begin()
+                self._since, self._is_counting = self._loop.time(), True
+                if self._timer is None:
+                    self._look()
+
+    def _count(self) -> None:
+        """Count up to now, and no further."""
+        if self._is_counting:
+            self._total_s, self._is_counting = self._total_s + self._loop.time() - self._since, False
 
     def stop(self) -> float:
         """Count no further; return the seconds so far."""
-        if not self._timer.cancelled():
+        self._count()
+        if self._timer is not None:
             self._timer.cancel()
-            self._total_s += self._loop.time() - self._since
+            self._timer = None
         return self._total_s
 
     def end(self, why: EpisodeFailed) -> None:
@@ -106,12 +116,14 @@ class OwnTime:
         else:
             self.is_over.set_exception(error)
 
-    def _begin(self) -> None:
-        self._since = self._loop.time()
-        self._look()
-
     def _look(self) -> None:
-        """End the episode if there were too many, else look again when there may be."""
+        """End the episode if there were too many, else look again when there may be.
+
+        While none are counted the timer stays, for the next turn: it can only come too early.
+        """
+        self._timer = None
+        if not self._is_counting:
+            return
         turn_s = self._loop.time() - self._since
         total_s = self._total_s + turn_s
         left_s = min(self._limits.turn_s - turn_s, self._limits.episode_s - total_s)
@@ -125,21 +137,54 @@ class OwnTime:
             self._timer = self._loop.call_later(min(left_s, _LONGEST_S) if left_s > 0 else 1.0, self._look)
 
 
-class Ending(asyncio.Future[None]):
-    """Is there when an episode has ended or is to be ended; a caller that stops waiting for it cancels the episode.
+class Ending(asyncio.Future[ResultT]):
+    """What becomes of an episode, once that has ended or is to be ended; to cancel it is to cancel the episode.
 
-    That is at once, as by `asyncio.gather`, so that it asks for nothing after all that was asked for was given up.
+    That is at once, as by `asyncio.gather`, so that it asks for nothing after all that was asked for was given up. A
+    future costs less than a task that waits, and there is one for each rollout.
     """
 
-    def __init__(self, running: asyncio.Task[Trajectory | EpisodeFailed], is_over: asyncio.Future[EpisodeFailed]):
+    def __init__(
+        self,
+        running: asyncio.Task[Trajectory | EpisodeFailed],
+        is_over: asyncio.Future[EpisodeFailed],
+        close: Callable[[], float],
+        make: Callable[[float], ResultT],
+    ) -> None:
+        """Wait.
+
+        Args:
+            running: the episode.
+            is_over: see `OwnTime`.
+            close: called once, at the end; cancels the episode if that goes on, and returns its seconds.
+            make: given them, returns the result, or raises what is to be raised.
+        """
         super().__init__()
-        self._running = running
-        for each in (running, is_over):
-            each.add_done_callback(lambda _: self.done() or self.set_result(None))
+        self._awaited, self._close, self._make = (running, is_over), close, make
+        for each in self._awaited:
+            each.add_done_callback(self._end)
+
+    def _let_go(self) -> float:
+        own_s = self._close()
+        for each in self._awaited:  # or `is_over`, which the episode refers to, would refer to the episode
+            each.remove_done_callback(self._end)
+        return own_s
+
+    def _end(self, _: asyncio.Future[Any]) -> None:
+        if self.done():
+            return
+        own_s = self._let_go()
+        try:
+            self.set_result(self._make(own_s))
+        except asyncio.CancelledError:
+            super().cancel()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+            self.set_exception(error)
 
     def cancel(self, msg: object = None) -> bool:
         """Cancel the episode, too."""
-        self._running.cancel()
+        if not self.done():
+            self._let_go()
         return super().cancel(msg)
 
 
@@ -240,9 +285,9 @@ def _is_of_a_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, "<")) and not file.startswith(_OURS)
 
 
-async def together(works: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def together(works: Iterable[Awaitable[ResultT]]) -> list[ResultT]:
     """Return what all give; an error of one gives the others up."""
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -112,11 +112,12 @@ class AdmittedBatch:
     scoring: Scoring
     validation: int | None = None
     """Step after which it is validated; None in training."""
-    groups: list[GroupInFlight] = dataclasses.field(default_factory=list[GroupInFlight])
+    groups: dict[int, GroupInFlight] = dataclasses.field(default_factory=dict[int, GroupInFlight])
+    """Those that are not scored, by their place."""
 
     def close(self) -> None:
         """Cancel what is in flight."""
-        for group in self.groups:
+        for group in self.groups.values():
             group.close()
         self.scoring.stop()
 
@@ -152,10 +153,9 @@ class InFlight:
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
         # Each admitted batch keeps one busy, and asyncio's own are few.
         self._threads = ThreadPoolExecutor(config.max_groups + 1, thread_name_prefix="scoring")
-        self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The error that ended a running group."""
-        self._terms = Terms.of(config, mailbox, tokenizer)
+        self._terms, self._interrupted = Terms.of(config, mailbox, tokenizer), asyncio.Event()
 
     def admit(self, prompts: Mapping[int, Prompt], params: SamplingParams, num_places: int | None) -> None:
         """Have prompts of training sampled and scored; see `begin`."""
@@ -195,7 +195,7 @@ class InFlight:
 
         def ended(place: int, scored: ScoredGroup) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(self._end, batch.groups[place], scored)
+                loop.call_soon_threadsafe(self._end, batch, place, scored)
 
         scoring = Scoring(
             self._rewards.grader,
@@ -218,16 +218,18 @@ class InFlight:
             sampled = asyncio.create_task(self._sample(place, prompt, clients, batch))
             sampled.add_done_callback(self.end_if_it_failed)
             scored, now = loop.create_future(), self._watch.now()
-            batch.groups.append(GroupInFlight(index, prompt.example.name, rank, batch, sampled, scored, now))
-        all_sampled = asyncio.gather(*(group.sampled for group in batch.groups), return_exceptions=True)
+            batch.groups[place] = GroupInFlight(index, prompt.example.name, rank, batch, sampled, scored, now)
+        groups = list(batch.groups.values())
+        all_sampled = asyncio.gather(*(group.sampled for group in groups), return_exceptions=True)
         all_sampled.add_done_callback(lambda _: scoring.finish())
-        return batch.groups
+        return groups
 
-    def _end(self, group: GroupInFlight, scored: ScoredGroup) -> None:
+    def _end(self, batch: AdmittedBatch, place: int, scored: ScoredGroup) -> None:
+        group = batch.groups.pop(place)  # a cycle of references would keep all that was sampled for a while
         if not group.scored.done():
             group.scored_s = self._watch.now()
             try:
-                self._watch.journal.append(scored_event(group, group.batch.validation))
+                self._watch.journal.append(scored_event(group, batch.validation))
             except RallyError as error:  # nobody awaits a callback
                 group.scored.set_exception(error)
                 self.end_if_it_failed(group.scored)

@@ -26,11 +26,11 @@ from rallypoint.environments.environment import Episode, single_turn
 from rallypoint.environments.failures import check_failures, describe_failures
 from rallypoint.environments.scored import ModelScores, combine
 from rallypoint.errors import RewardError, ScheduleError, StalenessError
+from rallypoint.generation import SamplingParams
 from rallypoint.journal import GroupDropped
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
-from rallypoint.sampling.client import sampling_params
 from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
 from rallypoint.sampling.mailbox import Mailbox
@@ -80,7 +80,7 @@ class RolloutSource:
         self._is_complete = asyncio.Event()
         """Set when another group is complete."""
         self._penalty, self._train = penalty_of(config), TrainingPrompts(config, prompts.train)
-        self._params = sampling_params(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
+        self._params = SamplingParams.of(config.rollout, seed=config.seed, stop_tokens=prompts.stop_tokens)
         is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._measuring = Measuring(config, is_shown, episode is not single_turn, self._train.num_sources)
         self._num_loads, self.done = 0, PromptsDone()
@@ -337,7 +337,7 @@ class RolloutSource:
                 # The whole batch at once: the last bits of a score depend on which rows are computed together.
                 models = ModelScores.of(await self._rewards.models.scores(rows), self._config.reward)
                 scored_groups = await self._in_flight.scores(groups)
-                scored = combine(scored_groups, models=models)
+                scored = combine(scored_groups, rows=rows, models=models)
                 check_failures([*failures, *scored.failures], num, most)
         if scored.failures:
             self._watch.journal.say(describe_failures(scored.failures))
@@ -349,7 +349,7 @@ class RolloutSource:
             rows = RolloutBatch.join([rows, *(group.rows for group in others)])
             failures += [failure for group in others for failure in group.failures]
             scored_groups = [*scored_groups, *(group.scored.result() for group in replaced)]
-            scored = combine(scored_groups)
+            scored = combine(scored_groups, rows=rows)
         rollouts = StepRollouts.of(rows, scored, scored_groups, {group.index for group in replaced})
         episodes = [each for group in (*groups, *replaced) for each in group.sampled.result().rollouts]
         return self._measuring.sampled(batch, rollouts, failures, episodes)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -101,6 +101,8 @@ class Trajectory:
 
         So the last one ends with the last turn.
         """
+        if not any(turn.parent is not None for turn in self.turns):
+            return (tuple(range(len(self.turns))),)  # as of most rollouts, hundreds a step
         parents = self.parents
         return tuple(_path(leaf, parents) for leaf in sorted({*range(len(parents))} - {*parents}))
 
@@ -151,36 +153,37 @@ def assemble(
         by_token: whether to keep the version of each token.
         has_states: whether to keep in which state of its environment the turn of each token began.
     """
-    places: list[tuple[Turn, bool, bool]] = []  # turns of sequences: trained there; first of a sequence, not of a row
+    places: list[tuple[Turn, bool]] = []  # turns of sequences, and whether they are trained there
+    tokens: list[int] = []
+    is_trained: list[bool] = []
+    offsets, starts = [0], list[int]()  # of rows, and of those sequences that begin within one
     for trajectory in trajectories:
         trained: set[int] = set()
         for path in trajectory.sequences:
-            is_further = bool(trained)
-            places += [(trajectory.turns[n], n not in trained, is_further and n == path[0]) for n in path]
+            starts += [len(tokens)] if trained else []
+            for number in path:
+                turn, is_new = trajectory.turns[number], number not in trained
+                places.append((turn, is_new))
+                tokens += turn.prompt + turn.response
+                is_trained += [False] * len(turn.prompt) + [is_new] * len(turn.response)
             trained.update(path)
-    tokens: list[int] = []
-    is_trained: list[bool] = []
-    starts: list[int] = []
-    for turn, is_new, is_start in places:
-        starts += [len(tokens)] if is_start else []
-        tokens += turn.prompt + turn.response
-        is_trained += [False] * len(turn.prompt) + [is_new] * len(turn.response)
+        offsets.append(len(tokens))
 
     def aligned(values: Callable[[Turn], Sequence[float]], dtype: type = np.float32) -> torch.Tensor:
         found: list[float] = []
-        for turn, is_new, _ in places:
+        for turn, is_new in places:
             found += (0,) * len(turn.prompt)
             found += values(turn) if is_new else (0,) * len(turn.response)
         return _tensor(found, dtype)
 
-    is_narrowed = is_narrowed or any(turn.sampled_logprobs != turn.logprobs for turn, _, _ in places)  # as a turn asked
+    is_narrowed = is_narrowed or any(turn.sampled_logprobs != turn.logprobs for turn, _ in places)  # as a turn asked
     mask = _tensor(is_trained, np.bool_)
     return RolloutBatch(
-        offsets=_tensor(list(accumulate(map(_length, trajectories), initial=0)), np.int64),
+        offsets=_tensor(offsets, np.int64),
         tokens=_tensor(tokens, np.int64),
         loss_mask=mask,
         sequence_starts=torch.zeros_like(mask).index_fill_(0, torch.tensor(starts), True) if starts else None,
-        experts=_experts([turn for turn, _, _ in places]),
+        experts=_experts([turn for turn, _ in places]),
         rollout_logprobs=aligned(lambda turn: turn.logprobs),
         sampled_logprobs=aligned(lambda turn: turn.sampled_logprobs) if is_narrowed else None,
         prompt_index=_tensor([prompt_index] * len(trajectories), np.int64),
@@ -190,12 +193,6 @@ def assemble(
         turn_states=aligned(_states, np.int64) if has_states else None,
         truncated=_tensor([one.turns[-1].truncated for one in trajectories], np.bool_),
     )
-
-
-def _length(trajectory: Trajectory) -> int:
-    """Return the number of tokens of all sequences."""
-    turns = (trajectory.turns[number] for number in chain.from_iterable(trajectory.sequences))
-    return sum(len(turn.prompt) + len(turn.response) for turn in turns)
 
 
 def _versions(turn: Turn) -> list[int]:

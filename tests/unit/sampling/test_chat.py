@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 from chat_templates import QWEN3, make_chat_tokenizer
+from rolled_out import rolled_out
 from tool_templates import make_tool_tokenizer
 
 from rallypoint.data import Example, Message
 from rallypoint.data.prompt_sets import Prompt
 from rallypoint.environments.chat import Chat
-from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
 from rallypoint.generation import Output, SamplingParams
@@ -50,7 +50,7 @@ def rollout(episode, *answers: str, max_tokens: int = 5000, tokenizer=TOKENIZER,
     terms = Terms(cast("Any", Answers(tokenizer, *answers)), tokenizer, max_tokens)
     params = SamplingParams(max_new_tokens=100, stop_tokens=(tokenizer.eos_token_id,), min_new_tokens=min_new_tokens)
     client = EpisodeClient(terms, params, (0, Prompt(encoded(START), example)), 0, rank=0)
-    return asyncio.run(client.rollout(with_prompt_first(episode)))
+    return rolled_out(client, episode)
 
 
 def row_of(trajectory) -> str:
@@ -90,9 +90,7 @@ def test_a_prompt_with_tools_is_continued_with_them():
     answers = '<tool_call>\n{"name": "look"}\n</tool_call><|im_end|>', "It is 4.<|im_end|>"
     terms = Terms(cast("Any", Answers(tokenizer, *answers)), tokenizer, 5000)
     params = SamplingParams(max_new_tokens=100, stop_tokens=(cast("int", tokenizer.eos_token_id),))
-    found = cast(
-        "Any", asyncio.run(EpisodeClient(terms, params, (0, prompt), 0, rank=0).rollout(with_prompt_first(episode)))
-    )
+    found = rolled_out(EpisodeClient(terms, params, (0, prompt), 0, rank=0), episode)
     assert seen == ["look"]
     assert found.turns[0].prompt == (5, 6), "the prompt's own tokens, which may be cut"
     assert [turn.parent for turn in found.turns] == [None, None], "one conversation"

@@ -1,17 +1,16 @@
 """Random conversations with tools, in templates of eleven families: a trained token is a sampled one in its context."""
 
-import asyncio
 import functools
 import json
 from random import Random
 from typing import Any, cast
 
 import pytest
+from rolled_out import rolled_out
 from tool_templates import FAMILIES, make_tool_tokenizer
 
 from rallypoint.data import Example, Message
 from rallypoint.data.prompt_sets import Prompt
-from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.errors import EpisodeError
 from rallypoint.generation import Output, SamplingParams
@@ -104,7 +103,7 @@ def check(family: str, seed: int, *, strips: bool = False) -> tuple[list[str], i
     params = SamplingParams(max_new_tokens=10**5, stop_tokens=policy.stops)
     prompt = Prompt((1, 2), Example("rows.jsonl:3", "rows", (Message("user", "2+2?"),), "", "4", {}))
     client = EpisodeClient(terms, params, (0, prompt), 0, rank=0)
-    found = cast("Any", asyncio.run(client.rollout(with_prompt_first(episode_of(random, refused)))))
+    found = rolled_out(client, episode_of(random, refused))
     paths: list[tuple[int, ...]] = []
     for number, turn in enumerate(found.turns):
         parent = turn.parent if turn.parent is not None else number - 1

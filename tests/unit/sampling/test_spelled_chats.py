@@ -4,7 +4,6 @@ Each answer is given logprobs by a model that has seen the call's context and no
 then read from their beginning.
 """
 
-import asyncio
 import importlib.util
 import itertools
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from chat_templates import make_published_tokenizer
+from rolled_out import rolled_out
 from spelled_calls import SPELLINGS, WANTED, WRITTEN
 from tool_templates import FAMILIES, make_tool_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rallypoint.data import Example, Message
 from rallypoint.data.prompt_sets import Prompt
 from rallypoint.data.template import take_texts
-from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.tools import Tools
 from rallypoint.generation import Output, SamplingParams
 from rallypoint.sampling.client import EpisodeClient, Terms
@@ -117,9 +116,7 @@ def compare(tokenizer, stops, call, texts):
 
     prompt = Prompt(tuple(tokenizer.encode("2+2?")), Example("rows.jsonl:3", "rows", (asked,), "", "4", {}))
     params = SamplingParams(max_new_tokens=10**5, stop_tokens=tuple(stops))
-    found = cast(
-        "Any", asyncio.run(EpisodeClient(terms, params, (0, prompt), 0, rank=0).rollout(with_prompt_first(episode)))
-    )
+    found = rolled_out(EpisodeClient(terms, params, (0, prompt), 0, rank=0), episode)
     assert isinstance(found, Trajectory), found
     assert [turn.response for turn in found.turns] == policy.sampled
     batch = assemble([found], prompt_index=0, sample_index=[0], is_narrowed=False)
