@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
 from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
@@ -44,6 +44,8 @@ from rallypoint.sampling.recorded import Recorded
 if TYPE_CHECKING:
     from rallypoint.recipes.agents import Agents
     from rallypoint.recipes.endpoint import Endpoint
+
+ResultT = TypeVar("ResultT")
 
 
 def train(
@@ -130,8 +132,7 @@ async def _train(
             found = await asyncio.to_thread(read_inputs, config)
         say(f"starting {config.cluster.runtime}", level="wait")
         # Two things that take seconds each and do not need each other.
-        preparing = asyncio.create_task(asyncio.to_thread(prepare, config, folder, found, say))
-        preparing.add_done_callback(_mark_seen)
+        preparing = _begun(asyncio.to_thread(prepare, config, folder, found, say))
         await asyncio.sleep(0)
         runtime = _open_runtime(config, folder, say)
         at_end.add(runtime.shutdown, after=endpoint and endpoint.close)
@@ -139,8 +140,7 @@ async def _train(
         at_end.add(lambda: shutil.rmtree(folder.published, ignore_errors=True), after=runtime.shutdown)
         pools = pools_of(config)
         material = await _open_and_prepare(_open(pools, runtime, config, say), preparing)
-        recording = asyncio.create_task(asyncio.to_thread(beginning.record, folder))
-        recording.add_done_callback(_mark_seen)
+        recording = _begun(asyncio.to_thread(beginning.record, folder))
         agents = _agents(config, folder, material)
         if agents is not None:
             at_end.add(agents.close)
@@ -237,7 +237,8 @@ async def _open_and_prepare(opening: Coroutine[None, None, None], preparing: asy
         await asyncio.gather(opened, return_exceptions=True)
 
 
-def _mark_seen(prepared: asyncio.Task[Any]) -> None:
-    """Mark an error as seen, so that asyncio does not log one that came after another."""
-    if not prepared.cancelled():
-        prepared.exception()
+def _begun(work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+    """Begin work whose error asyncio does not log if it comes after another error, so that nobody awaits it."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
