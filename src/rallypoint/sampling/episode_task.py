@@ -157,7 +157,7 @@ class Ending(asyncio.Future[ResultT]):
             running: the episode.
             is_over: see `OwnTime`.
             close: called once, at the end; cancels the episode if that goes on, and returns its seconds.
-            make: given them, returns the result, or raises what is to be raised.
+            make: given them, returns the result, unless there is an error to be raised.
         """
         super().__init__()
         self._awaited, self._close, self._make = (running, is_over), close, make
@@ -173,13 +173,14 @@ class Ending(asyncio.Future[ResultT]):
     def _end(self, _: asyncio.Future[Any]) -> None:
         if self.done():
             return
-        own_s = self._let_go()
-        try:
-            self.set_result(self._make(own_s))
-        except asyncio.CancelledError:
+        own_s, (running, is_over) = self._let_go(), self._awaited
+        decides = is_over if is_over.done() else running
+        if is_over.cancelled():
             super().cancel()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+        elif not decides.cancelled() and (error := decides.exception()) is not None:
             self.set_exception(error)
+        else:
+            self.set_result(self._make(own_s))
 
     def cancel(self, msg: object = None) -> bool:
         """Cancel the episode, too."""
