@@ -19,11 +19,11 @@ weight's gradient is a sum over tokens, and matrix products may round a row depe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -48,18 +48,6 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 def value_head(model: PreTrainedModel) -> nn.Module:
     """Return the layer that turns hidden states into values or scores; models without one are refused at load."""
     return model.get_submodule("score")
-
-
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
-    needs_input_grad: tuple[bool, ...]
-    temperature: float
-    softcap: float | None
-    rows_per_chunk: int
-    kept: list[Tensor]
-    """Logits of the first chunks; the backward pass overwrites them."""
 
 
 def head_outputs(
@@ -184,7 +172,7 @@ class _HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -197,7 +185,7 @@ class _HeadStatistics(torch.autograd.Function):
         entropy, normaliser = (states.new_empty(len(states), dtype=_softmax_dtype(states)) for _ in range(2))
         logprobs = entropy.new_empty(targets.shape)
         softmax = _softmax_of(states, weight, bias, rows_per_chunk, temperature, softcap)
-        ctx.kept = []
+        ctx.kept = []  # logits of the first chunks, which the backward pass overwrites
         for chunk in _chunks(len(states), rows_per_chunk):
             logits = functional.linear(states[chunk], weight, bias)
             softmax.statistics(logits, targets[chunk], (logprobs[chunk], entropy[chunk], normaliser[chunk]))
@@ -211,15 +199,15 @@ class _HeadStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        ctx: _Context, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_normaliser: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_normaliser: Tensor | None
     ) -> _Gradients:
         states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         kept, ctx.kept = ctx.kept[::-1], []
         alpha = 1.0 / ctx.temperature
-        grad_logprobs = entropy.new_zeros(targets.shape) if grad_logprobs is None else grad_logprobs * alpha
+        of_targets: Tensor = entropy.new_zeros(targets.shape) if grad_logprobs is None else grad_logprobs * alpha
         # Both gradients contain the shares of all tokens; a logprob's also its own token.
-        of_rows = grad_logprobs.sum(1)
+        of_rows = of_targets.sum(1)
         grad_shares = -of_rows if grad_normaliser is None else grad_normaliser * alpha - of_rows
         grad_entropy = None if grad_entropy is None else grad_entropy * alpha
         grad_states = torch.empty_like(states) if wants_states else None
@@ -230,7 +218,7 @@ class _HeadStatistics(torch.autograd.Function):
             grad = kept.pop() if kept else functional.linear(states[chunk], weight, bias)
             of_entropy = None if grad_entropy is None else grad_entropy[chunk]
             columns = normaliser[chunk], entropy[chunk], grad_shares[chunk], of_entropy
-            softmax.to_gradient(grad, RowGradients(*columns, targets[chunk], grad_logprobs[chunk]), grad_bias)
+            softmax.to_gradient(grad, RowGradients(*columns, targets[chunk], of_targets[chunk]), grad_bias)
             if grad_states is not None:
                 torch.mm(grad, weight, out=grad_states[chunk])
             if wants_weight:

@@ -7,10 +7,11 @@ float64: the original rounds to float32 there, so that sums of gradients depend 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.cpu.forms import computes_in_pieces
@@ -21,13 +22,6 @@ _KINDS = {name: kind for family in FAMILIES.values() for name, kind in family.no
 
 _STRIP_ELEMENTS = 2**18
 """Elements of one tensor in a strip: 1 MiB in float32. Smaller strips cost more in calls than the cache saves."""
-
-
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Tensor, Tensor, Tensor]
-    offset: float
 
 
 class RMSNorm(nn.Module):
@@ -68,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
     """With n = x * rsqrt(mean(x^2) + eps) and y = n * (offset + weight)."""
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
         rows, factor = states.reshape(-1, states.shape[-1]), _factor(weight, offset, wide)
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows), 1, dtype=wide)
@@ -83,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         states, weight, scale = ctx.saved_tensors
         factor = _factor(weight, ctx.offset, scale.dtype)
         rows, grads = (tensor.reshape(-1, states.shape[-1]) for tensor in (states, grad))

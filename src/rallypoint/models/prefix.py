@@ -13,11 +13,11 @@ Prefixes are found by comparing tokens, so nothing relies on where a prompt ends
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.parallel.transfer import sent
@@ -94,31 +94,8 @@ def pick(states: Tensor, places: Tensor, num_rows: int) -> Tensor:
         places: [N] int64, on the CPU.
         num_rows: N or more.
     """
-    return _Pick.apply(states, places, num_rows)
-
-
-class _Context(FunctionCtx):
-    places: Tensor
-    num_states: int
-
-
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, states: Tensor, places: Tensor, num_rows: int) -> Tensor:
-        ctx.places, ctx.num_states = places, len(states)
-        picked = states.index_select(0, sent(places, states.device))
-        return picked if num_rows == len(places) else functional.pad(picked, (0, 0, 0, num_rows - len(places)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        if not len(ctx.places):
-            return grad.new_zeros(ctx.num_states, *grad.shape[1:]), None, None
-        counts = torch.bincount(ctx.places, minlength=ctx.num_states)
-        copies, starts = ctx.places.argsort(stable=True), counts.cumsum(0) - counts
-        # A bag of embeddings is a sum of rows, in float32 for half precision; an empty one is zero.
-        bags = sent(copies, grad.device), grad, sent(starts, grad.device)
-        return functional.embedding_bag(*bags, mode="sum"), None, None
+    picked = Copies.of(places, len(states), states.device).of_rows(states)
+    return functional.pad(picked, (0, 0, 0, num_rows - len(places))) if num_rows > len(places) else picked
 
 
 class Copies(NamedTuple):
@@ -143,19 +120,17 @@ class Copies(NamedTuple):
         return _Copied.apply(states, self)
 
 
-class _CopiedContext(FunctionCtx):
-    copies: Copies
-
-
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _CopiedContext, states: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, states: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
         return states.index_select(0, copies.places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _CopiedContext, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        if not len(grad):
+            return grad.new_zeros(len(ctx.copies.starts), *grad.shape[1:]), None
         # A bag of embeddings is a sum of rows, in float32 for half precision.
         total = functional.embedding_bag(ctx.copies.order, grad.flatten(1).contiguous(), ctx.copies.starts, mode="sum")
         return total.view(len(ctx.copies.starts), *grad.shape[1:]), None

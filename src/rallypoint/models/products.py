@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from rallypoint.config.limits import QUERIES_PER_BLOCK, QUERIES_PER_BLOCK_IN_HALF
 from rallypoint.models.sinks import softmax_with_sinks
@@ -109,16 +109,6 @@ def cut_blocks(length: int, share: int, window: int | None, like: Tensor, first:
     return blocks
 
 
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Tensor, ...]
-    batches: Sequence[SequenceBatch]
-    scaling: float
-    softcap: float | None
-    has_sinks: bool
-
-
 _Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]
 
 
@@ -131,7 +121,7 @@ class CausalProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102 - torch's own name
-        ctx: _Context,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -159,7 +149,7 @@ class CausalProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> _Gradients:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> _Gradients:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         query, key, value, *shares = ctx.saved_tensors
         grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
         grad_sinks = query.new_empty(len(query), 1) if ctx.has_sinks else None

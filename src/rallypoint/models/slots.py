@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.models.prefix import SharedPrefixes
@@ -203,24 +204,17 @@ def _aligned(length: int) -> int:
     return length if length <= _ALIGNMENT else -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    fold: Fold
-    shape: torch.Size
-
-
 class Folded(torch.autograd.Function):
     """[T, H, D] -> [slots * heads, D]."""
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
+    def forward(ctx: Any, states: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
         ctx.fold, ctx.shape = fold, states.shape
         return states.reshape(-1, states.shape[-1]).index_select(0, fold.stream)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         total, shared = _at_own(grad, ctx.fold), ctx.fold.shared
         if shared is not None:
             # `embedding_bag` is torch's fastest sum of rows, in float32 for half precision.
@@ -232,13 +226,13 @@ class Unfolded(torch.autograd.Function):
     """[slots * heads, D] -> [T * H, D]."""
 
     @staticmethod
-    def forward(ctx: _Context, slots: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
+    def forward(ctx: Any, slots: Tensor, fold: Fold) -> Tensor:  # noqa: D102 - torch's own name
         ctx.fold, ctx.shape = fold, slots.shape
         return _at_own(slots, fold)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         own = ctx.fold.own
         return grad.new_zeros(ctx.shape).index_copy_(0, own, grad[: len(own)]), None
 

@@ -24,7 +24,7 @@ from rallypoint.families import FAMILIES, Cut, Family
 from rallypoint.models.head import head_statistics, likeliest, lm_head
 from rallypoint.models.kinds.linear_attention import keep_heads
 from rallypoint.models.part import Part
-from rallypoint.parallel import Collective, Solo, reduce, replicate
+from rallypoint.parallel import Collective, reduce, replicate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ def vocab_parallel_likeliest(
 def peers_of(model: PreTrainedModel) -> Collective:
     """Return the ranks over which a language model is cut: they make every pass together."""
     head = model.get_output_embeddings()
-    return head.tp if isinstance(head, VocabParallelLinear) else Solo()
+    return head.tp if isinstance(head, VocabParallelLinear) else Collective()
 
 
 def whole_logits(model: PreTrainedModel, states: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.models.prefix import Copies, SharedPrefixes
@@ -209,19 +209,10 @@ class PackedKeys:
         return functional.pad(out, (0, 0, 0, 0, 0, num_filler)) if num_filler else out
 
 
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Any, ...]
-    rows: tuple[Borders, Borders]
-    options: dict[str, float | int | None]
-    is_causal: bool
-
-
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -246,7 +237,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         query, key, value, sinks, out, total, *random = ctx.saved_tensors
         (offsets, longest), (key_offsets, longest_key) = ctx.rows
         sizes = offsets, key_offsets, longest, longest_key

@@ -13,7 +13,7 @@ from rallypoint.parallel.autograd import (
     share_rows,
     sum_rows,
 )
-from rallypoint.parallel.collective import Collective, Grouped, Solo, connect, least_of
+from rallypoint.parallel.collective import Collective, Grouped, connect, least_of
 from rallypoint.parallel.fsdp import held, shard_rows
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
@@ -26,7 +26,6 @@ __all__ = [
     "Group",
     "Grouped",
     "Sharding",
-    "Solo",
     "TensorCuts",
     "connect",
     "exchange_for_columns",

@@ -7,21 +7,14 @@ used a part: of the inputs of a cut matrix (`replicate`), and of weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from rallypoint.parallel.collective import Collective
-
-
-class _Context(FunctionCtx):
-    """State that a forward pass leaves for the backward one."""
-
-    group: Collective
-    sizes: Sequence[int]
-    taken: Sequence[int]
 
 
 def replicate(tensor: Tensor, group: Collective) -> Tensor:
@@ -29,7 +22,7 @@ def replicate(tensor: Tensor, group: Collective) -> Tensor:
 
     Before a matrix that is cut by its outputs, of which each rank has some (Megatron's f, arXiv 1909.08053).
     """
-    return tensor if group.size == 1 else _Replicate.apply(tensor, group)
+    return tensor if group.size == 1 else _passed(tensor, _as_it_is, lambda grad: _total(grad, group))
 
 
 def reduce(tensor: Tensor, group: Collective) -> Tensor:
@@ -37,7 +30,7 @@ def reduce(tensor: Tensor, group: Collective) -> Tensor:
 
     Follows a matrix that is cut by its inputs (Megatron's g).
     """
-    return tensor if group.size == 1 else _Reduce.apply(tensor, group)
+    return tensor if group.size == 1 else _passed(tensor, lambda part: _total(part, group), _as_it_is)
 
 
 def gather_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
@@ -48,7 +41,9 @@ def gather_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tens
         group: the ranks.
         sizes: n of every rank.
     """
-    return tensor if group.size == 1 else _GatherRows.apply(tensor, group, sizes)
+    if group.size == 1:
+        return tensor
+    return _passed(tensor, lambda part: _joined(part, group, sizes), lambda grad: grad.split(list(sizes))[group.rank])
 
 
 def share_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
@@ -56,7 +51,7 @@ def share_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tenso
 
     Backward sums the ranks' gradients of this rank's slice.
     """
-    return _ShareRows.apply(tensor, group, sizes)  # pyright: ignore[reportReturnType] - `apply` is untyped
+    return _passed(tensor, lambda part: _joined(part, group, sizes), lambda grad: _summed(grad, group, sizes))
 
 
 def sum_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
@@ -67,7 +62,7 @@ def sum_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
         rank 0 has   1 2 3      sizes 2 and 1      rank 0 returns   11 22
         rank 1 has   10 20 30                      rank 1 returns   33
     """
-    return _SumRows.apply(tensor, group, sizes)  # pyright: ignore[reportReturnType] - `apply` is untyped
+    return _passed(tensor, lambda terms: _summed(terms, group, sizes), lambda grad: _joined(grad, group, sizes))
 
 
 def exchange_for_columns(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
@@ -87,12 +82,16 @@ def exchange_for_columns(tensor: Tensor, group: Collective, sizes: Sequence[int]
     Returns:
         [sum of sizes, ...]: all rows, with this rank's columns.
     """
-    return tensor.squeeze(1) if group.size == 1 else _ExchangeForColumns.apply(tensor, group, sizes)
+    if group.size == 1:
+        return tensor.squeeze(1)
+    return _passed(tensor, lambda rows: _columns(rows, group, sizes), lambda grad: _rows(grad, group, sizes))
 
 
 def exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
     """Undo `exchange_for_columns`: [sum of sizes, ...] -> [n, P, ...]."""
-    return tensor.unsqueeze(1) if group.size == 1 else _ExchangeForRows.apply(tensor, group, sizes)
+    if group.size == 1:
+        return tensor.unsqueeze(1)
+    return _passed(tensor, lambda columns: _rows(columns, group, sizes), lambda grad: _columns(grad, group, sizes))
 
 
 def exchange_rows(tensor: Tensor, group: Collective, given: Sequence[int], taken: Sequence[int]) -> Tensor:
@@ -100,73 +99,40 @@ def exchange_rows(tensor: Tensor, group: Collective, given: Sequence[int], taken
 
     See `Collective.trade`.
     """
-    return _ExchangeRows.apply(tensor, group, given, taken)  # pyright: ignore[reportReturnType] - `apply` is untyped
+    return _passed(tensor, lambda rows: group.trade(rows, given, taken), lambda grad: group.trade(grad, taken, given))
 
 
-class _Replicate(torch.autograd.Function):
+class _Passed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.group.all_reduce_sum([grad])
-        return grad, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective) -> Tensor:
-        del ctx
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        group.all_reduce_sum([total])
-        return total
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = backward
+        return forward(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        del ctx
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+        return ctx.back(grad), None, None
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return torch.cat(group.all_gather(tensor, sizes))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        start = sum(ctx.sizes[: ctx.group.rank])
-        return grad[start : start + ctx.sizes[ctx.group.rank]], None, None
+def _passed(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a collective makes of a tensor; another one makes its gradient of that of the result."""
+    return _Passed.apply(tensor, forward, backward)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
-class _ShareRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return torch.cat(group.all_gather(tensor, sizes))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return _summed(grad, ctx.group, ctx.sizes), None, None
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _summed(tensor, group, sizes)
+def _total(tensor: Tensor, group: Collective) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group.all_reduce_sum([total])
+    return total
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return torch.cat(ctx.group.all_gather(grad, ctx.sizes)), None, None
+
+def _joined(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    return torch.cat(group.all_gather(tensor, sizes))
 
 
 def _own_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> list[Tensor]:
@@ -178,41 +144,9 @@ def _summed(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
     return torch.stack(_own_rows(tensor, group, sizes)).sum(0)
 
 
-class _ExchangeForColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return torch.cat(group.exchange(tensor.unbind(1), sizes))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return _exchange_for_rows(grad, ctx.group, ctx.sizes), None, None
+def _columns(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+    return torch.cat(group.exchange(tensor.unbind(1), sizes))
 
 
-class _ExchangeForRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _exchange_for_rows(tensor, group, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return torch.cat(ctx.group.exchange(grad.unbind(1), ctx.sizes)), None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, tensor: Tensor, group: Collective, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sizes, ctx.taken = group, given, taken
-        return group.trade(tensor, given, taken)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return ctx.group.trade(grad, ctx.taken, ctx.sizes), None, None, None
-
-
-def _exchange_for_rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
+def _rows(tensor: Tensor, group: Collective, sizes: Sequence[int]) -> Tensor:
     return torch.stack(_own_rows(tensor, group, sizes), 1)

@@ -8,7 +8,6 @@ each have their own. Every call has to be made by all ranks of the group, in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,26 +16,19 @@ from rallypoint.cluster.rendezvous import Rendezvous
 from rallypoint.parallel.process_group import Device, Group, meet
 
 
-class Collective(Protocol):
-    """Some ranks, of which this is one."""
+class Collective:
+    """Some ranks, of which this is one. By itself it has no other: a sum over the ranks is the tensor itself."""
 
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    rank = 0
+    """This rank, from 0."""
+    size = 1
+    """Number of ranks."""
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, in place; every rank gets the same bits."""
-        ...
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Replace a tensor by its elementwise maximum over the ranks, in place."""
-        ...
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the tensors of all ranks, in rank order.
@@ -45,7 +37,8 @@ class Collective(Protocol):
             tensor: [n, ...]; ranks may differ in n only.
             sizes: n of every rank.
         """
-        ...
+        del sizes
+        return [tensor]
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Give part i to rank i, and return what every rank gave to this one (all-to-all).
@@ -54,7 +47,8 @@ class Collective(Protocol):
             parts: one [n, ...] for every rank; they may differ in n only, over parts and over ranks.
             sizes: n of what comes from every rank.
         """
-        ...
+        del sizes
+        return list(parts)
 
     def trade(self, tensor: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
         """Exchange parts that are end to end, without a copy of them.
@@ -67,38 +61,11 @@ class Collective(Protocol):
         Returns:
             [sum of taken, ...], in rank order.
         """
-        ...
-
-
-class Solo:
-    """One rank: a sum over the ranks is the tensor itself."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Leave everything as it is."""
-
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Leave it as it is."""
-
-    def all_gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the tensor of this rank, which is the only one."""
-        del sizes
-        return [tensor]
-
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Return the parts, whose only receiver is this rank."""
-        del sizes
-        return list(parts)
-
-    def trade(self, tensor: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        """Return the tensor, whose only receiver is this rank."""
         del given, taken
         return tensor
 
 
-class Grouped:
+class Grouped(Collective):
     """Ranks that are connected by a process group.
 
     Raises when a rank is missing after the group's timeout or dies, and then says which one if that is known.
@@ -161,7 +128,7 @@ class Grouped:
 def least_of(group: Collective, number: int) -> int:
     """Return the least of the numbers that the ranks of a group have.
 
-    >>> least_of(Solo(), 3)
+    >>> least_of(Collective(), 3)
     3
     """
     least = torch.tensor([-number])
@@ -184,6 +151,6 @@ def connect(
     Takes and raises what `meet` does; `timeout_s` bounds the wait for the others, and later each operation.
     """
     if size == 1:
-        return Solo()
+        return Collective()
     met = meet(rendezvous, name, rank=rank, world_size=size, timeout_s=timeout_s, device=device, generation=generation)
     return Grouped(met)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.cluster.rendezvous import Rendezvous
-from rallypoint.parallel.collective import Collective, Grouped, Solo, connect
+from rallypoint.parallel.collective import Collective, Grouped, connect
 from rallypoint.parallel.process_group import Device
 
 AXES = ("dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
@@ -75,7 +75,7 @@ class DeviceMesh:
     @classmethod
     def solo(cls) -> DeviceMesh:
         """Return the mesh of a single rank."""
-        one = Solo()
+        one = Collective()
         return cls(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0), *[one] * 10)
 
     @classmethod

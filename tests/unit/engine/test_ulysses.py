@@ -11,7 +11,7 @@ from rallypoint.engine import critic_values, policy_outputs
 from rallypoint.engine.forward import trained_positions
 from rallypoint.models import ATTENTION, ModelShard, TokenSlice
 from rallypoint.models.norm import replace_norms
-from rallypoint.parallel import DeviceMesh, Solo
+from rallypoint.parallel import Collective, DeviceMesh
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -170,7 +170,7 @@ def test_slices_are_the_stream_and_every_position_belongs_to_the_slice_that_chos
         assert all(part.tokens.start <= t - 1 < part.tokens.stop for t in positions[part.positions].tolist())
 
 
-class FakeRank(Solo):
+class FakeRank(Collective):
     """One of three ranks that never talk."""
 
     size = 3

@@ -7,8 +7,8 @@ operations of their own code, with which they are compared when an engine begins
 TorchScript reads the functions of `Network` (see `rallypoint.cpu.script`), so annotations must be types.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -247,47 +247,13 @@ def run_own_code(model: PreTrainedModel, rows: DecoderRows) -> Tensor:
     return model.base_model(input_ids=tokens, position_ids=places, use_cache=False, rows=seen).last_hidden_state[0]
 
 
-class _Rotary(Protocol):
-    rope_type: str
-    inv_freq: Tensor
-    attention_scaling: float
-
-
-class _Attention(Protocol):
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    scaling: float
-    head_dim: int
-
-
-class _MLP(Protocol):
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-
-class _Layer(Protocol):
-    self_attn: _Attention
-    mlp: _MLP
-    input_layernorm: RMSNorm
-    post_attention_layernorm: RMSNorm
-
-
-class _Base(Protocol):
-    embed_tokens: nn.Embedding
-    rotary_emb: _Rotary
-    layers: Sequence[_Layer]
-    norm: RMSNorm
-
-
 class PlainDecoder:
     """Passes of a plain decoder, in fewer operations."""
 
     def __init__(self, model: PreTrainedModel, arithmetic: Arithmetic = by_operators) -> None:
         """Take a model that `fits`, and what computes it."""
-        self._base, self._arithmetic = cast("_Base", model.base_model), arithmetic
+        self._base: Any = model.base_model
+        self._arithmetic = arithmetic
         self._found = self._addresses(), _network(self._base)
 
     @staticmethod
@@ -304,7 +270,7 @@ class PlainDecoder:
             and kind.__name__.endswith("ForCausalLM")
             and kinds == {"full_attention"}
             and model.config.hidden_act == "silu"
-            and cast("_Base", model.base_model).rotary_emb.rope_type not in ("dynamic", "longrope")
+            and cast("Any", model.base_model).rotary_emb.rope_type not in ("dynamic", "longrope")
             and all(map(is_plain, linears))
             and all(isinstance(part, RMSNorm) and part.offset == 0 for part in norms)
             and not any(map(_has_hooks, model.base_model.modules()))
@@ -333,7 +299,7 @@ class PlainDecoder:
         return addresses
 
 
-def _network(base: _Base) -> Network:
+def _network(base: Any) -> Network:
     attention = base.layers[0].self_attn  # as in all layers
     num_heads, num_kv_heads = (part.out_features // attention.head_dim for part in (attention.q_proj, attention.k_proj))
     frequencies = base.rotary_emb.inv_freq.float()
@@ -350,11 +316,9 @@ def _network(base: _Base) -> Network:
     )
 
 
-def _layer(layer: _Layer) -> Layer:
+def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    head_norms = {
-        name: part.weight for name, part in cast("nn.Module", attention).named_children() if isinstance(part, RMSNorm)
-    }
+    head_norms = {name: part.weight for name, part in attention.named_children() if isinstance(part, RMSNorm)}
     return Layer(
         attention_norm=layer.input_layernorm.weight,
         query_key_value=_linear(attention.q_proj, attention.k_proj, attention.v_proj),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from rallypoint.families import FAMILIES
 from rallypoint.models.attention import AttentionRows
@@ -24,27 +24,11 @@ CLASSES = {name: window for family in FAMILIES.values() for name, window in fami
 """Classes of transformers that differ only in their window -> the attribute with it; None for no window."""
 
 
-class _Attention(Protocol):
-    """An attention module of transformers."""
-
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    config: Any
-    layer_idx: int
-    head_dim: int
-    scaling: float
-    window: int | None
-
-    def named_children(self) -> Any: ...
-
-
 class _OnRows:
     """Mixed in before one of transformers' attention classes: computes attention over `rows`, if there are any."""
 
     def forward(
-        self: _Attention,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
@@ -53,7 +37,7 @@ class _OnRows:
     ) -> tuple[Tensor, Tensor | None]:
         """[1, T, E] -> [1, T, E], and no attention weights."""
         if rows is None:
-            return super().forward(hidden_states, position_embeddings, *args, **options)
+            return super().forward(hidden_states, position_embeddings, *args, **options)  # pyright: ignore[reportAttributeAccessIssue] - of the other base
         shape = (hidden_states.shape[1], -1, self.head_dim)
         query, key, value = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))
         norms = dict(self.named_children())
@@ -67,7 +51,7 @@ class _OnRows:
 
 def replaced_attention(attention: nn.Module) -> nn.Module:
     """Return an attention of ours with the submodules of one of transformers."""
-    own = cast("_Attention", attention)
+    own: Any = attention
     with torch.device("meta"):
         new = _class_on_rows(type(attention))(own.config, own.layer_idx)
     for name, child in attention.named_children():
@@ -100,22 +84,16 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotation.apply(states, cos, sin)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Tensor, ...]
-
-
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)  # unchanged: all layers share these tensors
         kernels = find_kernels(states)
         return _rotated(states, cos, _signed(sin)) if kernels is None else kernels.rotate(states, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         cos, sin = ctx.saved_tensors
         kernels = find_kernels(grad)
         if kernels is not None:

@@ -98,33 +98,14 @@ class DeltaRows(Protocol):
         ...
 
 
-class _DeltaNet(Protocol):
-    """A layer of linear attention in transformers."""
-
-    layer_idx: int
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    A_log: Tensor
-    dt_bias: Tensor
-    key_dim: int
-    value_dim: int
-    conv1d: nn.Conv1d
-    norm: Any
-    out_proj: nn.Linear
-
-    def named_children(self) -> Any: ...
-
-
 class _OnRows:
     """Mixed in before a layer of transformers: computes over `rows`, if there are any."""
 
-    def forward(self: _DeltaNet, hidden_states: Tensor, *args: Any, rows: DeltaRows | None = None, **more: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, rows: DeltaRows | None = None, **more: Any) -> Any:
         """[1, T, E] -> [1, T, E]."""
         if rows is None:
             with _in_order_of_files(self):
-                return super().forward(hidden_states, *args, **more)
+                return super().forward(hidden_states, *args, **more)  # pyright: ignore[reportAttributeAccessIssue] - of the other base
         states = hidden_states.squeeze(0)
         exact = torch.promote_types(states.dtype, torch.float32)
         mixed, gate, strength, step = _projected(self, states)
@@ -143,7 +124,7 @@ class _OnRows:
         return self.out_proj(out.flatten(1)).unsqueeze(0)
 
 
-def _projected(layer: _DeltaNet, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _projected(layer: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return inputs of the convolution, [T, C], gates, [T, V], and what strengths and decays are of, [T, Hv] both."""
     parts = dict(layer.named_children())
     if "in_proj_qkv" in parts:
@@ -159,7 +140,7 @@ def _projected(layer: _DeltaNet, states: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 @contextlib.contextmanager
-def _in_order_of_files(layer: _DeltaNet) -> Iterator[None]:
+def _in_order_of_files(layer: Any) -> Iterator[None]:
     """Have a layer's weights as transformers' own code expects them; nothing is trained meanwhile."""
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     order = torch.cat([part.flatten() for part in heads.split(torch.arange(layer.conv1d.weight.shape[0]))])

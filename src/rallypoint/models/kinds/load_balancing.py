@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from rallypoint.errors import ModelError
 from rallypoint.families import BIASED
@@ -196,17 +196,13 @@ class BiasUpdate:
             counts.scatter_add_(0, chosen.flatten(), self._weights.repeat_interleave(chosen.shape[1]))
 
 
-class _Context(FunctionCtx):
-    added: Tensor
-
-
 class _AddGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, shares: Tensor, added: Tensor) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, added: Tensor) -> Tensor:
         ctx.added = added
         return shares.view_as(shares)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         return grad + ctx.added, None

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rallypoint.families import FAMILIES
@@ -45,15 +45,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType] - `apply` is untyped
 
 
-class _Context(FunctionCtx):
-    """State between the forward and the backward pass."""
-
-    saved_tensors: tuple[Tensor, ...]
-
-
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         kernels = find_layer_kernels(gate)
         if kernels is not None:
             ctx.save_for_backward(gate, up)
@@ -65,7 +59,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
         gate, up, *computed = ctx.saved_tensors  # once: recomputed activations allow no second look
         if (kernels := find_layer_kernels(gate)) is not None:
             rows = (part.reshape(-1, part.shape[-1]) for part in (grad, gate, up))

@@ -21,7 +21,7 @@ from rallypoint.models.kinds.expert_adapters import (
     remove_updates,
 )
 from rallypoint.models.kinds.experts import ExpertLoads, add_up_experts, by_own_code, replace_routers, same_shapes
-from rallypoint.parallel import Solo
+from rallypoint.parallel import Collective
 
 
 def make_experts(family, num_experts, width, size, dtype):
@@ -242,14 +242,14 @@ def test_loads_are_those_of_the_ranks_together_relative_to_an_equal_share():
     with loads.counted():
         model[0](torch.eye(4)[[0, 0, 0, 1, 1, 2, 0, 2]])  # 4, 2, 2 and 0 tokens
     model[0](torch.eye(4))  # not counted
-    assert loads.extremes(Solo()) == (0.0, 2.0)
+    assert loads.extremes(Collective()) == (0.0, 2.0)
     with loads.counted():
         model[0](torch.eye(4))
-    assert loads.extremes(Solo()) == (1.0, 1.0)
+    assert loads.extremes(Collective()) == (1.0, 1.0)
     dense = ExpertLoads(nn.Linear(2, 2))
     with dense.counted():
         pass
-    assert dense.extremes(Solo()) is None
+    assert dense.extremes(Collective()) is None
 
 
 def test_with_products_of_one_shape_a_token_has_the_same_bits_whatever_is_sent_beside_it():
