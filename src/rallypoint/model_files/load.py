@@ -7,7 +7,6 @@ than its own part and a few buffers.
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -30,10 +29,11 @@ from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files.adapters import adapters_of, fill_adapters
 from rallypoint.model_files.load_checks import check_agreement, check_finite, fit, make_sketch
-from rallypoint.model_files.locate import explained, find_weights, read_config, read_generation_config
+from rallypoint.model_files.locate import explained, open_weights, read_config, read_generation_config
 from rallypoint.model_files.mxfp4 import read_packed
 from rallypoint.model_files.reader import TensorFiles
 from rallypoint.models.head import lm_head, value_head
+from rallypoint.models.lora import Adapters
 from rallypoint.models.shard import ModelShard, allocate, build
 from rallypoint.parallel import DeviceMesh
 
@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 CPU = torch.device("cpu")
 
 
-class _Loader(abc.ABC):
+class _Loader:
     """Loads models of one kind."""
 
     def __call__(
@@ -72,25 +72,14 @@ class _Loader(abc.ABC):
         Raises:
             ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here.
         """
-        config = read_config(path, trust_remote_code, **self.config_changes)
-        self.check_config(path, config)
-        _check_depth(path, config)
+        mesh, config = mesh or DeviceMesh.solo(), self._config(path, trust_remote_code)
+        how: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
-        mesh = mesh or DeviceMesh.solo()
         if mesh.passes.size > 1:
             self._check_sketch(path, config, DTYPES[dtype], device, trust_remote_code)
         with explained(path, config):
-            shard = build(
-                config,
-                self.factory,
-                dtype=DTYPES[dtype],
-                mesh=mesh,
-                trust_remote_code=trust_remote_code,
-                adapters=adapters,
-                frozen=frozen,
-            )
-        head = self.head(path, shard.model)
-        _check_attention(path, shard.model)
+            shard = build(config, self.factory, mesh=mesh, adapters=adapters, frozen=frozen, **how)
+        head = self._head(path, shard.model)
         _fill(path, shard, device, *self.differences(config))
         if adapters is not None:
             fill_adapters(shard, adapters, seed=seed)
@@ -107,36 +96,34 @@ class _Loader(abc.ABC):
             ModelError: the folder is missing, incomplete, or of a kind that cannot be trained here, or adapters do not
                 fit it.
         """
+        config = self._config(path, trust_remote_code)
+        adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
+        shard = _built(path, config, self.factory, "float32", trust_remote_code, adapters)
+        self._head(path, shard.model)
+        may_lack, may_exceed = self.differences(config)
+        with open_weights(path) as files:
+            fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
+
+    def _config(self, path: str, trust_remote_code: bool) -> PreTrainedConfig:
+        """Read the config of a folder, and refuse one that cannot be used."""
         config = read_config(path, trust_remote_code, **self.config_changes)
         self.check_config(path, config)
         _check_depth(path, config)
-        adapters = None if lora is None else adapters_of(lora, whole=self.trained_whole)
-        with explained(path, config):
-            shard = build(
-                config,
-                self.factory,
-                dtype=torch.float32,
-                mesh=DeviceMesh.solo(),
-                trust_remote_code=trust_remote_code,
-                adapters=adapters,
-            )
-        self.head(path, shard.model)
-        _check_attention(path, shard.model)
-        may_lack, may_exceed = self.differences(config)
-        with find_weights(path).open() as files:
-            fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
+        return config
 
     def _check_sketch(
         self, path: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
     ) -> None:
         """Run `check_agreement` on a small model of the same kind, before the large one is allocated."""
         with explained(path, config):
-            sketch = make_sketch(
-                config, self.factory, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-            ).model
-        head = self.head(path, sketch)
-        _check_attention(path, sketch)
-        check_agreement(path, sketch, head)
+            sketch = make_sketch(config, self.factory, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        check_agreement(path, sketch.model, self._head(path, sketch.model))
+
+    def _head(self, path: str, model: PreTrainedModel) -> nn.Module:
+        """Return the output layer of a model that was built; refuse one that cannot be used."""
+        head = self.head(path, model)
+        _check_attention(path, model)
+        return head
 
     factory: ClassVar[Any]
     """Auto class of transformers for this kind."""
@@ -144,18 +131,25 @@ class _Loader(abc.ABC):
     """Changes to the config of the folder."""
     trained_whole: ClassVar[tuple[str, ...]] = ()
     """Names of modules of which all weights are trained, in addition to new adapters."""
+    headed: ClassVar[str] = ""
+    """Ending of the classes whose files have the head; those of others lack it, and it becomes zero."""
+    remedy: ClassVar[str] = ""
+    """What to do where transformers' model has no head for values."""
 
-    @abc.abstractmethod
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
         """Refuse a folder of another kind."""
 
-    @abc.abstractmethod
     def head(self, path: str, model: PreTrainedModel) -> nn.Module:
         """Return the output layer of the model; refuse a model without one."""
+        if "score" not in dict(model.named_children()):
+            raise ModelError(
+                f"{path}: {type(model).__name__} has no `score` head, where values come from; {self.remedy}"
+            )
+        return value_head(model)
 
-    @abc.abstractmethod
     def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
         """Return prefixes of weights that the files may lack, and patterns of tensors to ignore; see `fit`."""
+        return ((), ()) if _architecture(config).endswith(self.headed) else (("score.",), (r"^lm_head\.",))
 
 
 class _PolicyLoader(_Loader):
@@ -175,10 +169,6 @@ class _PolicyLoader(_Loader):
                 f"{path}: {type(model).__name__} has no output embeddings; expected a causal language model"
             )
         return lm_head(model)
-
-    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
-        del config
-        return (), ()
 
 
 class TokenClassifiers:
@@ -219,27 +209,15 @@ class _CriticLoader(_Loader):
     factory = TokenClassifiers
     config_changes: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
     trained_whole = ("score",)
-
-    def check_config(self, path: str, config: PreTrainedConfig) -> None:
-        """Accept every kind."""
-
-    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
-        _check_value_head(
-            path,
-            model,
-            "set critic.path to a model of another type with the same tokenizer, or recipe=grpo, which has no critic",
-        )
-        return value_head(model)
-
-    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
-        has_head = _architecture(config).endswith("ForTokenClassification")
-        return ((), ()) if has_head else (("score.",), (r"^lm_head\.",))
+    headed = "ForTokenClassification"
+    remedy = "set critic.path to a model of another type with the same tokenizer, or recipe=grpo, which has no critic"
 
 
 class _RewardLoader(_Loader):
     """Loads sequence classifiers with one label, as reward models are published; the files must have the head."""
 
     factory = AutoModelForSequenceClassification
+    remedy = "set reward.path to a model of another type, or use a reward.function"
 
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
         """Refuse models without a score, or with several."""
@@ -255,21 +233,13 @@ class _RewardLoader(_Loader):
                 "score; train or download one with num_labels=1"
             )
 
-    def head(self, path: str, model: PreTrainedModel) -> nn.Module:
-        """Return the head that scores."""
-        _check_value_head(path, model, "set reward.path to a model of another type, or use a reward.function")
-        return value_head(model)
-
-    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
-        del config
-        return (), ()
-
 
 class _NewRewardLoader(_RewardLoader):
     """Loads reward models that are to be trained, also from the folder of a language model: its head is then zero."""
 
     config_changes: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
     trained_whole = ("score",)
+    headed = "ForSequenceClassification"
 
     def check_config(self, path: str, config: PreTrainedConfig) -> None:
         """Refuse classifiers of another kind."""
@@ -277,10 +247,6 @@ class _NewRewardLoader(_RewardLoader):
             super().check_config(path, config)
         elif not kind.endswith("ForCausalLM"):
             raise ModelError(f"{path}: holds a {kind or 'model of no known kind'}, expected a language or reward model")
-
-    def differences(self, config: PreTrainedConfig) -> tuple[Sequence[str], Sequence[str]]:
-        has_head = _architecture(config).endswith("ForSequenceClassification")
-        return ((), ()) if has_head else (("score.",), (r"^lm_head\.",))
 
 
 load_policy = _PolicyLoader()
@@ -301,14 +267,21 @@ def outline_policy(path: str, *, dtype: str, trust_remote_code: bool = False) ->
     """
     config = read_config(path, trust_remote_code)
     _check_depth(path, config)
+    return _built(path, config, AutoModelForCausalLM, dtype, trust_remote_code)
+
+
+def _built(
+    path: str,
+    config: PreTrainedConfig,
+    factory: Any,
+    dtype: str,
+    trust_remote_code: bool,
+    adapters: Adapters | None = None,
+) -> ModelShard:
+    """Return a whole model without memory."""
+    how: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     with explained(path, config):
-        return build(
-            config,
-            AutoModelForCausalLM,
-            dtype=DTYPES[dtype],
-            mesh=DeviceMesh.solo(),
-            trust_remote_code=trust_remote_code,
-        )
+        return build(config, factory, mesh=DeviceMesh.solo(), adapters=adapters, **how)
 
 
 def reload(path: str, shard: ModelShard) -> None:
@@ -317,7 +290,7 @@ def reload(path: str, shard: ModelShard) -> None:
     Raises:
         ModelError: the folder holds another model.
     """
-    with find_weights(path).open() as files:
+    with open_weights(path) as files:
         _read(path, shard, files)
 
 
@@ -329,7 +302,7 @@ def _architecture(config: PreTrainedConfig) -> str:
 def _check_depth(path: str, config: PreTrainedConfig) -> None:
     """Refuse more layers than the files could fill, before time is spent building them."""
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    with find_weights(path).open() as files:
+    with open_weights(path) as files:
         if num_layers > len(files.entries):
             raise ModelError(
                 f"{path}: config.json says num_hidden_layers={num_layers}, but the files hold {len(files.entries)} "
@@ -341,7 +314,7 @@ def _fill(
     path: str, shard: ModelShard, device: torch.device, may_lack: Sequence[str] = (), may_exceed: Sequence[str] = ()
 ) -> None:
     """Allocate a model and read its weights, after the headers of the files have been checked."""
-    with find_weights(path).open() as files:
+    with open_weights(path) as files:
         fit(path, shard, files, may_lack=may_lack, may_exceed=may_exceed)
         with explained(path, shard.model.config):
             allocate(shard, device)
@@ -364,11 +337,6 @@ def _read(
     tensors = shard.tensors()
     for name in found.lacking:
         tensors[name].zero_()
-
-
-def _check_value_head(path: str, model: PreTrainedModel, remedy: str) -> None:
-    if "score" not in dict(model.named_children()):
-        raise ModelError(f"{path}: {type(model).__name__} has no `score` head, where values come from; {remedy}")
 
 
 def _check_attention(path: str, model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES
-from rallypoint.model_files.mxfp4 import PackedRead, find_packed, packed_names
+from rallypoint.model_files.mxfp4 import find_packed, packed_names
 from rallypoint.model_files.reader import Read, TensorFiles
 from rallypoint.model_files.tensor_names import forms_of
 from rallypoint.models.attention import ATTENTION, PackedRows
@@ -239,7 +239,8 @@ class Fit:
     """Optional weights that the files lack."""
     same: tuple[tuple[str, str], ...]
     """Pairs of tensors that are one weight of the model and must be equal."""
-    packed: tuple[PackedRead, ...]
+    packed: tuple[Read, ...]
+    """Weights in MXFP4, which have two tensors each."""
 
 
 def fit(
@@ -291,7 +292,7 @@ class _Wanted:
         self.missing: list[str] = []
         self.lacking: list[str] = []
         self.same: list[tuple[str, str]] = []
-        self.packed: list[PackedRead] = []
+        self.packed: list[Read] = []
 
     def look_packed(self, path: str, name: str) -> bool:
         """Find a weight in MXFP4, and say whether it is there."""

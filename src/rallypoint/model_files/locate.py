@@ -7,9 +7,8 @@ what is in the files, except configs and the index.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,48 +98,38 @@ def read_generation_config(path: str, model: PreTrainedModel) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder if folder.is_dir() else path)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WeightFiles:
-    """The files of a model's weights."""
-
-    paths: tuple[Path, ...]
-    index: Mapping[str, str]
-    """Tensor -> file name, from the index; empty for a single file."""
-
-    def open(self) -> TensorFiles:
-        """Open all files and compare them with the index.
-
-        Raises:
-            ModelError: a file is damaged, or has other tensors than the index says.
-        """
-        files = TensorFiles(self.paths)
-        misplaced = [
-            f"{name} is not in {file}"
-            for name, file in self.index.items()
-            if name not in files.entries or files.entries[name].path.name != file
-        ]
-        if misplaced:
-            files.close()
-            shown = ", ".join(misplaced[:5]) + (f", and {len(misplaced) - 5} more" if len(misplaced) > 5 else "")
-            raise ModelError(
-                f"{self.paths[0].parent}: {INDEX} and its files do not belong together: {shown}; "
-                "copy or download the folder again"
-            )
-        return files
-
-
-def find_weights(path: str) -> WeightFiles:
-    """Return the weight files of a folder or a hub name, which is downloaded if it is not cached.
+def open_weights(path: str) -> TensorFiles:
+    """Open the weight files of a folder or a hub name, which is downloaded if it is not cached.
 
     Raises:
-        ModelError: there are none, or files that the index names are missing.
+        ModelError: there are none, files that the index names are missing or have other tensors than it says, or one is
+            damaged.
     """
+    paths, index = _find_weights(path)
+    files = TensorFiles(paths)
+    misplaced = [
+        f"{name} is not in {file}"
+        for name, file in index.items()
+        if name not in files.entries or files.entries[name].path.name != file
+    ]
+    if misplaced:
+        files.close()
+        shown = ", ".join(misplaced[:5]) + (f", and {len(misplaced) - 5} more" if len(misplaced) > 5 else "")
+        raise ModelError(
+            f"{paths[0].parent}: {INDEX} and its files do not belong together: {shown}; "
+            "copy or download the folder again"
+        )
+    return files
+
+
+def _find_weights(path: str) -> tuple[Sequence[Path], Mapping[str, str]]:
+    """Return the weight files, and the index, tensor -> file name; it is empty for a single file."""
     path = here(path)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return _find_on_hub(path)
     if (folder / SINGLE).is_file():
-        return WeightFiles((folder / SINGLE,), {})
+        return [folder / SINGLE], {}
     if not (folder / INDEX).is_file():
         for name in (SINGLE, INDEX):
             if (folder / name).exists() or (folder / name).is_symlink():
@@ -159,17 +148,17 @@ def find_weights(path: str) -> WeightFiles:
             f"{path}: {INDEX} names {len(names)} files, of which {len(missing)} are missing: "
             f"{', '.join(missing[:10])}; copy or download them"
         )
-    return WeightFiles(tuple(folder / name for name in names), index)
+    return [folder / name for name in names], index
 
 
-def _find_on_hub(name: str) -> WeightFiles:
+def _find_on_hub(name: str) -> tuple[Sequence[Path], Mapping[str, str]]:
     """Resolve a repository as transformers does, with its cache, offline mode, revisions and tokens."""
     try:
-        return WeightFiles((Path(str(cached_file(name, SINGLE))),), {})
+        return [Path(str(cached_file(name, SINGLE)))], {}
     except OSError:
         with explained(name):
             index = _read_index(Path(str(cached_file(name, INDEX))))
-            return WeightFiles(tuple(Path(str(cached_file(name, file))) for file in sorted(set(index.values()))), index)
+            return [Path(str(cached_file(name, file))) for file in sorted(set(index.values()))], index
 
 
 def _read_index(path: Path) -> dict[str, str]:

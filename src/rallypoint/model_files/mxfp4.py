@@ -13,7 +13,6 @@ numbers of X matrices of I inputs and O outputs, [X, I, O] in memory, lie in two
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -31,25 +30,12 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NAN = 255
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PackedRead:
-    """A rectangle of a weight in MXFP4, and the tensor of its sizes to read it into, of any type and device."""
-
-    name: str
-    """Name of the weight."""
-    part: Part
-    """Part of the weight, [X, I, O]."""
-    into: Tensor
-
-
 def packed_names(name: str) -> tuple[str, str]:
     """Return the names of the two tensors that a weight in MXFP4 consists of."""
     return f"{name}_blocks", f"{name}_scales"
 
 
-def find_packed(
-    path: str, entries: Mapping[str, TensorEntry], name: str, part: Part, into: Tensor
-) -> PackedRead | None:
+def find_packed(path: str, entries: Mapping[str, TensorEntry], name: str, part: Part, into: Tensor) -> Read | None:
     """Return how a part of a weight is read, if files have it in MXFP4.
 
     Raises:
@@ -68,10 +54,10 @@ def find_packed(
                 f"{name} in MXFP4, {list(shape)}, with a scale for {_GROUP} inputs; give the config.json and the "
                 "safetensors files that were saved together"
             )
-    return PackedRead(name, part, into)
+    return Read(name, part, into)
 
 
-def read_packed(files: TensorFiles, reads: Iterable[PackedRead]) -> None:
+def read_packed(files: TensorFiles, reads: Iterable[Read]) -> None:
     """Read rectangles, matrix by matrix: a process needs memory for one more in float32.
 
     Raises:

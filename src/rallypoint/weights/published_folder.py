@@ -18,7 +18,6 @@ Nothing is flushed to the disk: after a power cut, the resumed run publishes aga
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shutil
 from collections import defaultdict
@@ -30,7 +29,7 @@ import xxhash
 from rallypoint.disk import explain
 from rallypoint.errors import CheckpointError, ModelError, WeightsMismatchError
 from rallypoint.model_files import TensorFiles, Writing, read_adapter, reload, save_adapter, save_model
-from rallypoint.model_files.locate import find_weights
+from rallypoint.model_files.locate import open_weights
 from rallypoint.model_files.reader import TYPES
 from rallypoint.models import ModelShard
 
@@ -38,16 +37,6 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _ADAPTER = "adapter_model.safetensors"
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PublishedManifest:
-    """The manifest of a folder of published weights."""
-
-    version: int
-    is_adapter: bool
-    tensors: Mapping[str, Mapping[str, object]]
-    """Name of a tensor -> its file, dtype, shape and xxh3_64."""
 
 
 def version_folder(folder: Path, version: int) -> Path:
@@ -97,8 +86,8 @@ def remove_others(written: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def verify(folder: Path, version: int) -> PublishedManifest:
-    """Compare every tensor with the manifest.
+def verify(folder: Path, version: int) -> bool:
+    """Compare every tensor with the manifest, and say whether they are those of an adapter.
 
     Args:
         folder: of one version.
@@ -109,17 +98,16 @@ def verify(folder: Path, version: int) -> PublishedManifest:
     """
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        manifest = PublishedManifest(int(found["version"]), found["kind"] == "adapter", dict(found["tensors"]))
-        expected = {name: str(tensor["xxh3_64"]) for name, tensor in manifest.tensors.items()}
-        known = found["format"]
+        held, is_adapter, known = int(found["version"]), found["kind"] == "adapter", found["format"]
+        expected = {name: str(tensor["xxh3_64"]) for name, tensor in dict(found["tensors"]).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsMismatchError(f"{folder}: its {MANIFEST} cannot be read: {error}") from error
     if known != _FORMAT:
         raise WeightsMismatchError(f"{folder}: expected format {_FORMAT}, found {known}")
-    if manifest.version != version:
-        raise WeightsMismatchError(f"{folder}: expected weights of version {version}, found {manifest.version}")
+    if held != version:
+        raise WeightsMismatchError(f"{folder}: expected weights of version {version}, found {held}")
     try:
-        with _open(folder, is_adapter=manifest.is_adapter) as files:
+        with _open(folder, is_adapter=is_adapter) as files:
             wrong = sorted(expected.keys() ^ files.entries.keys()) or [
                 name for name, checksum in expected.items() if files.checksum(name) != checksum
             ]
@@ -130,7 +118,7 @@ def verify(folder: Path, version: int) -> PublishedManifest:
             f"{folder}: version {version} was damaged on its way: {', '.join(wrong[:5])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} from {MANIFEST}"
         )
-    return manifest
+    return is_adapter
 
 
 def digest_of(folder: Path) -> str:
@@ -149,9 +137,9 @@ def read(shard: ModelShard, folder: Path, version: int) -> None:
     Raises:
         WeightsMismatchError: see `verify`; or the folder is of another model.
     """
-    manifest = verify(folder, version)
+    is_adapter = verify(folder, version)
     try:
-        if manifest.is_adapter:
+        if is_adapter:
             read_adapter(shard, folder)
         else:
             reload(str(folder), shard)
@@ -160,7 +148,7 @@ def read(shard: ModelShard, folder: Path, version: int) -> None:
 
 
 def _open(folder: Path, *, is_adapter: bool) -> TensorFiles:
-    return TensorFiles([folder / _ADAPTER]) if is_adapter else find_weights(str(folder)).open()
+    return TensorFiles([folder / _ADAPTER]) if is_adapter else open_weights(str(folder))
 
 
 def _write_manifest(folder: Path, version: int, digests: Mapping[str, xxhash.xxh3_64], *, is_adapter: bool) -> None:
