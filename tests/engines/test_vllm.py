@@ -28,7 +28,7 @@ from rallypoint.generation.vllm import Launch, Outline, ServerProcess, VllmConne
 from rallypoint.generation.vllm.server import shared_files
 from rallypoint.journal import RoleLost, RolesRestarted, StepDone, read_journal
 from rallypoint.model_files import load_policy, outline_policy
-from rallypoint.models import named_weights, trained_weights
+from rallypoint.models import ModelShard, trained_weights
 from rallypoint.roles.connections import ServerReplica
 from rallypoint.roles.publishing import Stream, make_plan
 from rallypoint.transport_kinds import TRANSPORT_KINDS
@@ -94,11 +94,18 @@ def engine(start):
         yield made
 
 
+def load(engine, version, model, into) -> Path:
+    """Publish the weights of a model as a folder, and have the server load them."""
+    written = write(ModelShard.whole(model), into, version, base=str(into))
+    engine.load_folder(version, written)
+    return written
+
+
 @pytest.fixture
-def back(engine, model):
+def back(engine, model, tmp_path):
     """Whatever a test loads, the next one finds the model's own weights."""
     yield
-    engine.load(4, named_weights(model))
+    load(engine, 4, model, tmp_path)
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
@@ -122,21 +129,19 @@ def test_a_stream_is_the_rollout_token_by_token(engine, prompts):
 
 
 @pytest.mark.usefixtures("back")
-def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine, model, prompts, tmp_path):
+def test_weights_enter_a_running_server_and_damaged_ones_do_not(engine, model, prompts, tmp_path):
     other = copy.deepcopy(model)
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(0.8)
-    with pytest.raises(WeightsMismatchError, match="of another model"):
-        engine.load(5, {name: weight for name, weight in named_weights(other).items() if "q_proj" not in name})
     for version in (5, 6):
-        engine.load(version, named_weights(other))
+        written = load(engine, version, other, tmp_path / "published")
         batch = generate(engine, prompts, BASE, version=version, group_size=2)
         assert batch.versions.tolist() == [version] * len(batch)
         expected = generate(HFEngine(other, version=version), prompts, BASE, version=version, group_size=2)
         assert batch.tokens.tolist() == expected.tokens.tolist()
     damaged = tmp_path / "version_000006" / "model.safetensors"
-    shutil.copytree(engine._connection.versions / "version_000006", damaged.parent)
+    shutil.copytree(written, damaged.parent)
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
@@ -145,10 +150,11 @@ def test_weights_enter_a_running_server_and_those_of_another_model_do_not(engine
 
 
 @pytest.mark.usefixtures("back")
-def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, model, prompts):
-    broken = {name: weight.detach().clone() for name, weight in named_weights(model).items()}
-    broken["model.embed_tokens.weight"][19] = float("nan")
-    engine.load(5, broken)
+def test_logits_that_are_not_finite_fail_their_request_and_no_other(engine, model, tmp_path):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[19] = float("nan")
+    load(engine, 5, broken, tmp_path)
     good, bad = (Request(tokens=tokens, params=BASE, prompt_index=8) for tokens in ((3, 4), (3, 19)))
     with pytest.raises(NotFiniteError, match="token 0 of the response of prompt 8 sample 0"):
         list(stream(engine, bad))
@@ -230,7 +236,7 @@ def test_the_second_model_runner_says_which_experts_it_chose(interpreting, promp
             assert chosen[0] == chosen[1]
 
 
-def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, model, prompts):
+def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, model, prompts, tmp_path):
     """With the initial weights, with new ones, and after it was killed."""
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -239,7 +245,7 @@ def test_a_server_over_two_devices_samples_the_tokens_of_one(start, servers, mod
     with start(None, num_devices=2) as engine:
         for version, whole in ((4, model), (5, other), (5, other)):
             if engine.version != version:
-                engine.load(version, named_weights(whole))
+                load(engine, version, whole, tmp_path)
             batch = generate(engine, prompts, BASE, version=version, group_size=2)
             expected = generate(
                 HFEngine(whole, decode=decode, version=version), prompts, BASE, version=version, group_size=2

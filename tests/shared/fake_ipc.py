@@ -23,7 +23,7 @@ class Driver:
 
 
 class FakeHandles:
-    """See `rallypoint.weights.buffers.Handles`."""
+    """See `rallypoint.weights.buffers.TorchHandles`."""
 
     def __init__(self, driver: Driver, process: int) -> None:
         self.driver, self.process = driver, process

@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,51 +39,32 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rallypoint.config import Activations
 from rallypoint.errors import ModelError
 
-HostT = TypeVar("HostT")
-DeviceT = TypeVar("DeviceT")
-
-
-class Copies(Protocol[HostT, DeviceT]):
-    """Copies that go on while the device computes."""
-
-    def out(self, tensor: Tensor) -> HostT:
-        """Begin to copy a tensor of the device to CPU memory."""
-        ...
-
-    def back(self, held: HostT) -> DeviceT:
-        """Begin to copy it back."""
-        ...
-
-    def wait(self, coming: DeviceT) -> Tensor:
-        """Return what is coming back; what is computed with it starts when it is there."""
-        ...
-
 
 @dataclasses.dataclass(slots=True)
-class _Held(Generic[HostT, DeviceT]):
+class _Held:
     """A tensor in CPU memory, perhaps on its way back."""
 
-    host: HostT
-    before: _Held[HostT, DeviceT] | None
+    host: Any
+    before: _Held | None
     """The tensor saved before it, which is needed after it."""
-    coming: DeviceT | None = None
+    coming: Any = None
 
 
-class Offload(Generic[HostT, DeviceT]):
+class Offload:
     """Hooks that hold saved tensors in CPU memory, and fetch each one while the one needed before it is used."""
 
-    def __init__(self, copies: Copies[HostT, DeviceT]) -> None:
+    def __init__(self, copies: SideStream) -> None:
         self._copies = copies
-        self._last: _Held[HostT, DeviceT] | None = None
+        self._last: _Held | None = None
 
-    def pack(self, tensor: Tensor) -> _Held[HostT, DeviceT] | Tensor:
+    def pack(self, tensor: Tensor) -> _Held | Tensor:
         """Send a tensor away, unless it is empty, as is one that torch 2.11 keeps beside a layer's input."""
         if not tensor.numel():
             return tensor
         self._last = _Held(self._copies.out(tensor), before=self._last)
         return self._last
 
-    def unpack(self, held: _Held[HostT, DeviceT] | Tensor) -> Tensor:
+    def unpack(self, held: _Held | Tensor) -> Tensor:
         """Get it back, and have the next one come."""
         if isinstance(held, Tensor):
             return held
@@ -95,20 +76,20 @@ class Offload(Generic[HostT, DeviceT]):
             held.before = None
         return tensor
 
-    def _fetch(self, held: _Held[HostT, DeviceT]) -> DeviceT:
+    def _fetch(self, held: _Held) -> Any:
         if held.coming is None:
             held.coming = self._copies.back(held.host)
         return held.coming
 
 
 class SideStream:
-    """Copies on a stream of their own, through page-locked memory."""
+    """Copies that go on while the device computes: on a stream of their own, through page-locked memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
 
     def out(self, tensor: Tensor) -> Tensor:
-        """See `Copies.out`."""
+        """Begin to copy a tensor of the device to CPU memory."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with self._stream:
@@ -117,13 +98,13 @@ class SideStream:
         return held
 
     def back(self, held: Tensor) -> tuple[Tensor, torch.Event]:
-        """See `Copies.back`."""
+        """Begin to copy it back."""
         with self._stream:
             tensor = held.to(self._device, non_blocking=True)
         return tensor, self._stream.record_event()
 
     def wait(self, coming: tuple[Tensor, torch.Event]) -> Tensor:
-        """See `Copies.wait`."""
+        """Return what is coming back; what is computed with it starts when it is there."""
         tensor, ready = coming
         computing = torch.accelerator.current_stream(self._device)
         computing.wait_event(ready)
@@ -134,9 +115,7 @@ class SideStream:
 class Checkpoints:
     """Has a model's decoder layers keep their inputs only, during passes inside `recorded`."""
 
-    def __init__(
-        self, model: PreTrainedModel, activations: Activations, copies: Copies[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, activations: Activations, copies: SideStream | None = None) -> None:
         """Prepare a model.
 
         Args:
@@ -175,7 +154,7 @@ class Checkpoints:
 
 
 def _run_offloaded(
-    run: Callable[..., Tensor], offload: Offload[Any, Any], layer: Callable[..., Tensor], *inputs: Any, **options: Any
+    run: Callable[..., Tensor], offload: Offload, layer: Callable[..., Tensor], *inputs: Any, **options: Any
 ) -> Tensor:
     """Checkpoint a layer, with its inputs in CPU memory until it is computed again."""
     with saved_tensors_hooks(offload.pack, offload.unpack):

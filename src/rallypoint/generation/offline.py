@@ -82,6 +82,7 @@ def as_turn(
         said: see `Turn.said`.
         state: see `Turn.state`.
     """
+    spans = _spans(outputs)
     return Turn(
         prompt=prompt,
         response=tuple(itertools.chain.from_iterable(output.tokens for output in outputs)),
@@ -90,7 +91,7 @@ def as_turn(
         experts=b"".join(output.experts for output in outputs),
         prompt_experts=outputs[-1].prompt_experts,
         version=min(output.version for output in outputs),
-        spans=_spans(outputs) if _is_mixed(outputs) else (),
+        spans=spans if len(spans) > 1 else (),  # of several versions
         truncated=outputs[-1].finish_reason != "stop",
         limit=limit,
         said=said,
@@ -119,11 +120,6 @@ def outputs_of(turn: Turn) -> list[Output]:
         )
         for (version, length), end in zip(spans, ends, strict=True)
     ]
-
-
-def _is_mixed(outputs: Sequence[Output]) -> bool:
-    """Whether weights of several versions have sampled a response."""
-    return len({output.version for output in outputs}) > 1
 
 
 def stream(engine: GenerationEngine, request: Request) -> Iterator[Output]:

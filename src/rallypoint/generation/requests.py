@@ -128,17 +128,6 @@ def take_over(model: PreTrainedModel, version: int, weights: Mapping[str, Tensor
     if weights is None:
         return
     into = named_weights(model)
-    check_weights(version, weights, into)
-    for name, tensor in weights.items():
-        into[name].copy_(tensor)
-
-
-def check_weights(version: int, weights: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not those of a model.
-
-    Raises:
-        WeightsMismatchError: names, shapes or types differ.
-    """
     wrong = sorted(weights.keys() ^ into.keys()) or [
         f"{name}: {tensor.dtype} {list(tensor.shape)} instead of {into[name].dtype} {list(into[name].shape)}"
         for name, tensor in weights.items()
@@ -146,6 +135,8 @@ def check_weights(version: int, weights: Mapping[str, Tensor], into: Mapping[str
     ]
     if wrong:
         raise WeightsMismatchError(f"version {version} is of another model: {', '.join(wrong[:5])}")
+    for name, tensor in weights.items():
+        into[name].copy_(tensor)
 
 
 class StopChecker:

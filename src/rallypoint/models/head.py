@@ -19,7 +19,7 @@ weight's gradient is a sum over tokens, and matrix products may round a row depe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -237,21 +237,9 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-class _Softmax(Protocol):
-    """Softmax of the logits of a chunk, [n, V], and its gradient."""
-
-    def statistics(self, logits: Tensor, targets: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write logprobs of targets, [n, M], entropies and normalisers, [n] each."""
-        ...
-
-    def to_gradient(self, logits: Tensor, rows: RowGradients, grad_bias: Tensor | None) -> None:
-        """Write the gradient of logits in their place, and add its sum over rows to that of the bias, [V]."""
-        ...
-
-
 def _softmax_of(
     states: Tensor, weight: Tensor, bias: Tensor | None, rows_per_chunk: int, temperature: float, softcap: float | None
-) -> _Softmax:
+) -> _ByKernels | _ByStrips:
     """Return kernels where there are some: the gradient of a bias is a sum in float32, which they do not have."""
     kernels = find_kernels(states) if bias is None else None
     if kernels is not None:
@@ -260,12 +248,13 @@ def _softmax_of(
 
 
 class _ByKernels:
-    """See `_Softmax`."""
+    """Softmax of the logits of a chunk, [n, V], and its gradient, by kernels."""
 
     def __init__(self, kernels: Kernels, temperature: float, softcap: float | None) -> None:
         self._kernels, self._temperature, self._softcap = kernels, temperature, softcap
 
     def statistics(self, logits: Tensor, targets: Tensor, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write logprobs of targets, [n, M], entropies and normalisers, [n] each."""
         logprobs, entropy, normaliser = out
         largest, log_total, found = self._kernels.statistics(logits, self._temperature, self._softcap)
         chosen = _cap(logits.gather(1, targets).to(logprobs.dtype).clamp_(min=LOWEST_LOGIT), self._softcap)
@@ -275,12 +264,13 @@ class _ByKernels:
         entropy.copy_(found)
 
     def to_gradient(self, logits: Tensor, rows: RowGradients, grad_bias: Tensor | None) -> None:
+        """Write the gradient of logits in their place, and add its sum over rows to that of the bias, [V]."""
         assert grad_bias is None, "there is no bias"
         self._kernels.to_gradient(logits, rows, self._temperature, self._softcap)
 
 
 class _ByStrips:
-    """See `_Softmax`; strips of rows of a chunk, with two buffers in the precision of the softmax."""
+    """The same, in strips of rows of a chunk, with two buffers in the precision of the softmax."""
 
     def __init__(
         self, states: Tensor, vocabulary: int, rows_per_chunk: int, temperature: float, softcap: float | None

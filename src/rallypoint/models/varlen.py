@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,29 +51,8 @@ class Borders(NamedTuple):
         return cls(sent(offsets, device), int(lengths.max()) if len(lengths) else 0)
 
 
-class Varlen(Protocol):
-    """Computes attention of rows of any lengths."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: tuple[Borders, Borders],
-        scaling: float,
-        limits: Limits,
-    ) -> Tensor:
-        """Return the attention output: [T, H, D].
-
-        Args:
-            query: [T, H, D], all rows end to end.
-            key: [S, K, D], all that each row sees end to end; H a multiple of K.
-            value: likewise.
-            rows: borders of queries and of keys; a row has no more queries than keys.
-            scaling: factor of the scores.
-            limits: window and sinks; without a soft cap.
-        """
-        ...
+Varlen: TypeAlias = Callable[[Tensor, Tensor, Tensor, tuple[Borders, Borders], float, Limits], Tensor]
+"""Computes attention of rows of any lengths; see `flash`."""
 
 
 def may_have_varlen(device: torch.device) -> bool:
@@ -107,7 +87,16 @@ def _checked(device: torch.device, dtype: torch.dtype, share: int, dim: int, *, 
 def flash(
     query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, limits: Limits
 ) -> Tensor:
-    """See `Varlen`; once differentiable, and with the same bits every time while torch is asked for that."""
+    """Return the attention output, [T, H, D]; once differentiable, with the same bits while torch is asked for that.
+
+    Args:
+        query: [T, H, D], all rows end to end.
+        key: [S, K, D], all that each row sees end to end; H a multiple of K.
+        value: likewise.
+        rows: borders of queries and of keys; a row has no more queries than keys.
+        scaling: factor of the scores.
+        limits: window and sinks; without a soft cap.
+    """
     missing = -query.shape[-1] % _HEAD_MULTIPLE
     if missing:
         query, key, value = (functional.pad(states, (0, missing)) for states in (query, key, value))
@@ -118,7 +107,7 @@ def flash(
 def by_products(
     query: Tensor, key: Tensor, value: Tensor, rows: tuple[Borders, Borders], scaling: float, limits: Limits
 ) -> Tensor:
-    """See `Varlen`: what the kernel is compared with, row by row."""
+    """Do as `flash`, row by row: what the kernel is compared with."""
     share = query.shape[1] // key.shape[1]
     (offsets, _), (key_offsets, _) = rows
     parts: list[Tensor] = [query[:0]]

@@ -78,8 +78,8 @@ _MARK_BYTES = 16
 """Random bytes at the beginning of memory, by which a process that opens it knows that it is the right one."""
 
 
-class Handles(Protocol):
-    """How memory of a device is exported to other processes, and theirs is opened."""
+class TorchHandles:
+    """How memory of CUDA and ROCm is exported to other processes, and theirs is opened."""
 
     def export(self, memory: Tensor) -> bytes:
         """Return a handle for one other process.
@@ -87,7 +87,8 @@ class Handles(Protocol):
         Raises:
             RuntimeError: this kind of memory has none.
         """
-        ...
+        # Without the number of the device, which differs where each process sees one device.
+        return repr(memory.untyped_storage()._share_cuda_()[1:]).encode()
 
     def open(self, handle: bytes, device: torch.device) -> Tensor:
         """Return the memory of another process, as bytes that a device of this one reaches.
@@ -95,19 +96,6 @@ class Handles(Protocol):
         Raises:
             RuntimeError: it cannot be reached.
         """
-        ...
-
-
-class TorchHandles:
-    """Handles of CUDA and ROCm; see `Handles`."""
-
-    def export(self, memory: Tensor) -> bytes:
-        """See `Handles.export`."""
-        # Without the number of the device, which differs where each process sees one device.
-        return repr(memory.untyped_storage()._share_cuda_()[1:]).encode()
-
-    def open(self, handle: bytes, device: torch.device) -> Tensor:
-        """See `Handles.open`."""
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *ast.literal_eval(handle.decode()))
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
@@ -115,7 +103,7 @@ class TorchHandles:
 class DeviceMemory:
     """Memory of an accelerator; see `Buffers`."""
 
-    def __init__(self, device: torch.device, handles: Handles) -> None:
+    def __init__(self, device: torch.device, handles: TorchHandles) -> None:
         self._device, self._handles = device, handles
         self._near: Tensor | None = None
 

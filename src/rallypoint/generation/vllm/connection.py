@@ -88,11 +88,6 @@ class VllmConnection:
         self._thread.join()
         self._folder.remove()
 
-    @property
-    def versions(self) -> Path:
-        """Folder in memory for weights that are to be loaded."""
-        return self._folder.path / "versions"
-
     def keeping(self) -> VllmConnection:
         """Have the server keep its weights whenever it sleeps, as guests may ask at any time; return this."""
         self._keeps = True

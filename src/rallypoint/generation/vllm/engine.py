@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import itertools
 import queue
-import shutil
 import threading
 import time
 from collections import abc, deque
@@ -222,26 +221,20 @@ class VLLMEngine:
         return outputs
 
     def load(self, version: int, weights: abc.Mapping[str, Tensor] | None) -> None:
-        """See `GenerationEngine.load`; weights must be given, as they go to another process.
+        """Refuse: the server has a copy of its own, in other processes; see `load_folder` and `receive`.
 
         Raises:
-            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
-            GenerationError: the server died and could not be started again.
+            WeightsMismatchError: always.
         """
-        if weights is None:
-            raise WeightsMismatchError(f"version {version} was published without weights to a server with its own copy")
-        versions = self._connection.versions
-        folder = self.outline.write(versions, version, weights)
-        self.load_folder(version, folder)
-        for old in versions.iterdir():
-            if old != folder:
-                shutil.rmtree(old)
+        del weights
+        raise WeightsMismatchError(f"version {version} was published without weights to a server with its own copy")
 
     def load_folder(self, version: int, folder: Path) -> None:
         """Take over weights that were published as a folder, which must stay until the next ones are loaded.
 
         Raises:
-            WeightsMismatchError, GenerationError: see `load`.
+            WeightsMismatchError: they are not the model's, or did not arrive whole; the old ones are still served.
+            GenerationError: the server died and could not be started again.
         """
         self._interrupt_streams()
         self._connection.load(version, folder)

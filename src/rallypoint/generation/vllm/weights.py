@@ -1,40 +1,26 @@
-"""The weights that a server is sent, and what its model looks like without them.
-
-Owns: what is checked of weights before they are sent, and the folder that they are written to; that is the one of
-`rallypoint.weights.published_folder`, with one file.
-"""
+"""What the model of a server looks like, without its weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rallypoint.errors import GenerationError, WeightsMismatchError
+from rallypoint.errors import GenerationError
 from rallypoint.families import FAMILIES
 from rallypoint.generation.protocol import Output
-from rallypoint.generation.requests import check_weights, vocabulary_of
-from rallypoint.model_files.pieces import Sources, stored_tensors
-from rallypoint.model_files.reader import TYPES
+from rallypoint.generation.requests import vocabulary_of
+from rallypoint.model_files.pieces import Sources
 from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models import ModelShard, named_weights
 from rallypoint.models.kinds.experts import Router, routers_of
 from rallypoint.models.kinds.router_replay import written
-
-_FILE = "model.safetensors"
-_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,38 +88,6 @@ class Outline:
             found.append(dataclasses.replace(output, experts=lines[at : at + len(output.tokens)].tobytes()))
             at += len(output.tokens)
         return [*found[:-1], dataclasses.replace(found[-1], prompt_experts=lines[:num_prompt_tokens].tobytes())]
-
-    def write(self, folder: Path, version: int, weights: Mapping[str, Tensor]) -> Path:
-        """Write weights into a new folder below another one, and return it.
-
-        Raises:
-            WeightsMismatchError: they are not the model's.
-        """
-        check_weights(version, weights, self.weights)
-        stored = {
-            stored_name: tensor.cpu()
-            for name, weight in weights.items()
-            for stored_name, tensor in stored_tensors(self.sources, name, weight).items()
-        }
-        tensors = {
-            name: {
-                "file": _FILE,
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "xxh3_64": xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data),
-            }
-            for name, tensor in stored.items()
-        }
-        target = folder / f"version_{version:06d}"
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        try:
-            save_file(stored, target / _FILE)
-            manifest = {"format": 1, "version": version, "kind": "model", "tensors": tensors}
-            (target / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            raise WeightsMismatchError(f"version {version} cannot be written to {target}: {error}") from error
-        return target
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[int, Router]]:

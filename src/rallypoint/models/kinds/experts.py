@@ -12,7 +12,7 @@ import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,8 @@ class Experts(Protocol):
         ...
 
 
-class Balance(Protocol):
-    """See `rallypoint.models.kinds.load_balancing`."""
-
-    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """Return the shares of all experts, [T, X], with another gradient; [T, k] of them are chosen."""
-        ...
+Balance: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(shares of all experts [T, X], chosen ones [T, k]) -> the shares with another gradient; see `load_balancing`."""
 
 
 class Router(Protocol):

@@ -3,12 +3,15 @@
 import asyncio
 import dataclasses
 import json
+import shutil
 import threading
 from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from xxhash import xxh3_64_hexdigest
 
 from rallypoint.generation.vllm import Outline, VllmConnection, VLLMEngine
 from rallypoint.generation.vllm.client import Address
@@ -206,6 +209,26 @@ class FakeServer:
 
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+
+
+def load(engine, version, weights=WEIGHTS):
+    """Publish weights as a folder that lasts as long as the server, and have it load them."""
+    folder = engine._connection._folder.path / "versions" / f"version_{version:06d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors")
+    tensors = {
+        name: {
+            "file": "model.safetensors",
+            "shape": list(tensor.shape),
+            "xxh3_64": xxh3_64_hexdigest(tensor.numpy().data),
+        }
+        for name, tensor in weights.items()
+    }
+    manifest = {"format": 1, "version": version, "kind": "model", "tensors": tensors}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    engine.load_folder(version, folder)
+    return folder
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from rallypoint.generation.vllm.server import INSIDE
 
-from .conftest import WEIGHTS
+from .conftest import load
 
 STAND_INS = """
 import sys, types
@@ -88,10 +87,8 @@ print([name for name in ("transformers", "pydantic", "ray", "pyarrow", "tokenize
 
 
 @pytest.fixture
-def published(make_engine, world):
-    engine = make_engine()
-    engine.load(6, WEIGHTS)
-    return Path(world.servers[0].address.socket).parent / "versions" / "version_000006"
+def published(make_engine):
+    return load(make_engine(), 6)
 
 
 def damage(folder, how):
