@@ -25,7 +25,7 @@ from rallypoint.models.head import head_outputs
 
 
 def chunks(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
-    logprobs, entropy = head_outputs(states, weight, None, targets, 1.0)
+    logprobs, entropy, _ = head_outputs(states, weight, None, targets, 1.0)
     (logprobs.sum() - 1e-3 * entropy.sum()).backward()
 
 

@@ -192,7 +192,7 @@ def policy_outputs(
     if isinstance(head, VocabParallelLinear):
         logprobs, entropy = vocab_parallel_outputs(states, head, targets, temperature, softcap=softcap)
     else:
-        logprobs, entropy = head_outputs(states, head.weight, head.bias, targets, temperature, softcap=softcap)
+        logprobs, entropy, _ = head_outputs(states, head.weight, head.bias, targets, temperature, softcap=softcap)
     logprobs, entropy = stream.join(logprobs), stream.join(entropy)
     if top_k_tokens is None:
         return TokenOutputs(logprobs, entropy)

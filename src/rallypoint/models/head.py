@@ -50,6 +50,15 @@ def value_head(model: PreTrainedModel) -> nn.Module:
     return model.get_submodule("score")
 
 
+def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
+    """Return values squashed below a bound, as in Gemma 2 (arXiv 2408.00118); unchanged without a bound.
+
+    >>> soft_capped(torch.tensor([0.1, 100.0]), 2.0)
+    tensor([0.0999, 2.0000])
+    """
+    return values if softcap is None else softcap * (values / softcap).tanh()
+
+
 def head_outputs(
     states: Tensor,
     weight: Tensor,
@@ -60,18 +69,19 @@ def head_outputs(
     softcap: float | None = None,
     chunk_bytes: int | None = None,
     kept_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the logprobs of tokens and the entropies (nats) of their distributions: [N] each, or [N, M] and [N].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs of tokens, entropies (nats) of their distributions, and logsumexp(z): [N] each, or [N, M] first.
 
         z = soft_capped(states @ weight.T + bias) / temperature
         logprobs = z[targets] - logsumexp(z)        entropy = -sum(softmax(z) * log_softmax(z))
 
     Products are in the precision of the states; everything after them is float32, or float64 for float64 states.
+    Results of a vocabulary that is cut over ranks follow from these of its parts.
     A token with a logit of -inf adds nothing to the entropy, and has a finite logprob below -1e29.
-    Both results have gradients, once differentiable, to states, weight and bias.
+    All results have gradients, once differentiable, to states, weight and bias.
 
     >>> weight = torch.tensor([0.5, 0.25, 0.25]).log().unsqueeze(1)
-    >>> logprobs, entropy = head_outputs(torch.ones(2, 1), weight, None, torch.tensor([0, 2]), temperature=1.0)
+    >>> logprobs, entropy, _ = head_outputs(torch.ones(2, 1), weight, None, torch.tensor([0, 2]), temperature=1.0)
     >>> logprobs.exp(), entropy / torch.tensor(2.0).log()
     (tensor([0.5000, 0.2500]), tensor([1.5000, 1.5000]))
 
@@ -85,36 +95,6 @@ def head_outputs(
         chunk_bytes: bound on the logits of one product, which has at least one token; None for the device's default.
         kept_bytes: bound on the logits kept for the backward pass; None for the device's default.
     """
-    logprobs, entropy, _ = head_statistics(
-        states, weight, bias, targets, temperature, softcap=softcap, chunk_bytes=chunk_bytes, kept_bytes=kept_bytes
-    )
-    return logprobs, entropy
-
-
-def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
-    """Return values squashed below a bound, as in Gemma 2 (arXiv 2408.00118); unchanged without a bound.
-
-    >>> soft_capped(torch.tensor([0.1, 100.0]), 2.0)
-    tensor([0.0999, 2.0000])
-    """
-    return values if softcap is None else softcap * (values / softcap).tanh()
-
-
-def head_statistics(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    *,
-    softcap: float | None = None,
-    chunk_bytes: int | None = None,
-    kept_bytes: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `head_outputs` and logsumexp(z), [N], with gradients.
-
-    Results of a vocabulary that is cut over ranks follow from these of its parts.
-    """
     in_pieces = computes_in_pieces(states.device)
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES if in_pieces else CHUNK_BYTES_ON_ACCELERATORS
@@ -124,7 +104,7 @@ def head_statistics(
     rows_per_chunk = max(1, chunk_bytes // row_bytes)
     num_kept = kept_bytes // (row_bytes * rows_per_chunk) if torch.is_grad_enabled() else 0
     several = targets.unsqueeze(1) if targets.dim() == 1 else targets
-    logprobs, entropy, normaliser = _HeadStatistics.apply(  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
+    logprobs, entropy, normaliser = _HeadOutputs.apply(  # pyright: ignore[reportGeneralTypeIssues] - `apply` is untyped
         states, weight, bias, several, temperature, softcap, rows_per_chunk, num_kept
     )
     return logprobs.reshape(targets.shape), entropy, normaliser
@@ -167,8 +147,8 @@ def likeliest(
     return own, most, ids, normaliser
 
 
-class _HeadStatistics(torch.autograd.Function):
-    """`head_statistics`, with rows per chunk and the number of kept chunks as the last arguments."""
+class _HeadOutputs(torch.autograd.Function):
+    """`head_outputs`, with rows per chunk and the number of kept chunks as the last arguments."""
 
     @staticmethod
     def forward(

@@ -120,8 +120,6 @@ class Kernels:
 
 def find_kernels(like: Tensor) -> Kernels | None:
     """Return the kernels for states of a type and a device; None if there are none, or they compute something else."""
-    if triton is None:
-        return None
     return tried(Kernels, is_right, "heads and rotations", like)
 
 
@@ -139,7 +137,7 @@ def tried(
         what: they compute, for the log.
         like: states on that device and of that type.
     """
-    if like.device.type != "cuda" or like.dtype not in _DTYPES:
+    if triton is None or like.device.type != "cuda" or like.dtype not in _DTYPES:
         return None
     return _tried(make, is_right, what, like.device, like.dtype)
 

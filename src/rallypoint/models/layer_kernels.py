@@ -121,8 +121,6 @@ class LayerKernels:
 
 def find_layer_kernels(like: Tensor) -> LayerKernels | None:
     """Return the kernels for states of a type and a device; None if there are none, or they compute something else."""
-    if triton is None:
-        return None
     return tried(LayerKernels, is_right, "norms, heads and SwiGLU", like)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import FAMILIES, Cut, Family
-from rallypoint.models.head import head_statistics, likeliest, lm_head
+from rallypoint.models.head import head_outputs, likeliest, lm_head
 from rallypoint.models.kinds.linear_attention import keep_heads
 from rallypoint.models.part import Part
 from rallypoint.parallel import Collective, reduce, replicate
@@ -287,7 +287,7 @@ def vocab_parallel_outputs(
     softcap: float | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `head_outputs` for the whole vocabulary on every rank: logprobs and entropies.
+    """Return logprobs and entropies as `head_outputs` does, for the whole vocabulary on every rank.
 
     With w the total probability of a rank's tokens, and logprobs and entropies of each part by itself:
 
@@ -306,7 +306,7 @@ def vocab_parallel_outputs(
     """
     tokens, tp = head.tokens, head.tp
     own = (targets >= tokens.start) & (targets < tokens.stop)
-    logprobs, entropy, normaliser = head_statistics(
+    logprobs, entropy, normaliser = head_outputs(
         replicate(states, tp),
         head.weight,
         head.bias,

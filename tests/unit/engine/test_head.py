@@ -43,7 +43,7 @@ class Case:
         for name in LEAVES:
             tensor = getattr(self, name)
             leaves[name] = None if tensor is None else tensor.clone().requires_grad_(name in self.wanted)
-        logprobs, entropy = function(*leaves.values(), self.targets, self.temperature, **options)
+        logprobs, entropy, *_ = function(*leaves.values(), self.targets, self.temperature, **options)
         found = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
         asked = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
         total = logprobs.new_zeros(())
@@ -114,7 +114,7 @@ def test_a_weight_that_also_embeds_gets_the_gradients_of_both_uses(rows_per_chun
     for function, options in ((plainly, {}), (head_outputs, {"chunk_bytes": rows_per_chunk * 9 * 8})):
         weight = case.weight.clone().requires_grad_()
         states = functional.embedding(case.targets.flip(0), weight).tanh()
-        logprobs, entropy = function(states, weight, None, case.targets, 0.7, **options)
+        logprobs, entropy, *_ = function(states, weight, None, case.targets, 0.7, **options)
         (logprobs.sum() - 0.1 * entropy.sum()).backward()
         grads.append(weight.grad)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-12)
@@ -156,7 +156,7 @@ def test_half_precision_is_as_near_to_the_truth_as_the_plain_way():
 
 def test_a_policy_that_is_almost_sure_has_an_entropy_that_is_small_and_right():
     logits = torch.tensor([[20.0, 0.0, 0.0], [0.0, 200.0, 0.0]])
-    _, entropy = head_outputs(logits, torch.eye(3), None, torch.tensor([0, 1]), 1.0)
+    _, entropy, _ = head_outputs(logits, torch.eye(3), None, torch.tensor([0, 1]), 1.0)
     share = torch.tensor([-20.0], dtype=torch.float64).exp()
     assert float(entropy[0]) == pytest.approx(float(2 * share * 20), rel=0.06)  # log1p(2e) is lost in float32
     assert float(entropy[1]) == 0.0

@@ -156,7 +156,7 @@ def test_several_tokens_of_each_state_have_the_logprobs_and_gradients_of_the_who
         torch.testing.assert_close(gradient, leaves[0].grad, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(torch.cat([part for *_, part in found]), leaves[1].grad, rtol=1e-10, atol=1e-11)
     own = [tensor.clone().requires_grad_() for tensor in (states, weight, bias)]
-    logprobs, _ = head_outputs(*own, targets, 0.7, chunk_bytes=3 * 11 * 8)
+    logprobs, *_ = head_outputs(*own, targets, 0.7, chunk_bytes=3 * 11 * 8)
     (logprobs * weights).sum().backward()
     for mine, expected in zip(own, leaves, strict=True):
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-10, atol=1e-11)

@@ -57,52 +57,29 @@ Balance: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(shares of all experts [T, X], chosen ones [T, k]) -> the shares with another gradient; see `load_balancing`."""
 
 
-class Router(Protocol):
-    """A router in transformers."""
-
-    weight: Tensor
-    """[X, E]."""
-    top_k: int
-    norm_topk_prob: bool
-    """Whether the shares of a token's experts add up to 1, as after a softmax over their scores alone."""
-    load: Tensor | None
-    """Tokens that were sent to each expert so far, [X] int64; None while they are not counted."""
-    recorded: list[Tensor] | None
-    """Choices of the pass under way, [T, k] of each router so far; None while they are not recorded."""
-    replayed: Tensor | None
-    """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
-    balance: Balance | None
-    """What is done so that experts get equal shares of the tokens; None: nothing."""
-    count: Callable[[Tensor], None] | None
-    """Takes the experts that the tokens of a pass are sent to, [T, k]; None while it is not wanted."""
-    _parameters: Mapping[str, Tensor]
-    """The weight, and in some families a bias."""
-
-    def settled(self, chosen: Tensor) -> Tensor:
-        """See `_RouterInPrecision`."""
-        ...
-
-
-class BiasedRouter(Router, Protocol):
-    """The router of DeepSeek-V3 and similar families in transformers."""
-
-    e_score_correction_bias: Tensor
-    """[X] float32: chooses, but does not weigh."""
-    routed_scaling_factor: float
-    num_group: int
-    topk_group: int
-
-
-class _RouterInPrecision:
+class Router(nn.Module):
     """Mixed in before one of transformers' routers: the same computation, but in float64 where the model is float64.
 
     The original rounds probabilities to float32, so that gradients in float64 depend on the other tokens in the batch.
     """
 
-    load = recorded = replayed = balance = count = None
+    weight: Tensor
+    """[X, E]."""
+    top_k: int
     norm_topk_prob = True
+    """Whether the shares of a token's experts add up to 1, as after a softmax over their scores alone."""
+    load: Tensor | None = None
+    """Tokens that were sent to each expert so far, [X] int64; None while they are not counted."""
+    recorded: list[Tensor] | None = None
+    """Choices of the pass under way, [T, k] of each router so far; None while they are not recorded."""
+    replayed: Tensor | None = None
+    """Choices to be made in the pass under way, [T, k] int64, counted from 1; 0 where it is up to the router."""
+    balance: Balance | None = None
+    """What is done so that experts get equal shares of the tokens; None: nothing."""
+    count: Callable[[Tensor], None] | None = None
+    """Takes the experts that the tokens of a pass are sent to, [T, k]; None while it is not wanted."""
 
-    def settled(self: Router, chosen: Tensor) -> Tensor:
+    def settled(self, chosen: Tensor) -> Tensor:
         """Return the experts that tokens are sent to, [T, k], after the router has chosen some, and take note."""
         if self.replayed is not None:
             chosen = torch.where(self.replayed > 0, self.replayed - 1, chosen)
@@ -116,10 +93,10 @@ class _RouterInPrecision:
         return chosen
 
 
-class _BySoftmax(_RouterInPrecision):
+class _BySoftmax(Router):
     """The router of Qwen3-MoE, gpt-oss and similar families."""
 
-    def forward(self: Router, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the softmax [T, X], shares of the chosen experts [T, k], and these [T, k]."""
         states = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores = functional.linear(states, self.weight, self._parameters.get("bias"))
@@ -135,10 +112,16 @@ class _BySoftmax(_RouterInPrecision):
         return scores, shares.to(scores.dtype), chosen
 
 
-class _BySigmoid(_RouterInPrecision):
+class BiasedRouter(Router):
     """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and GLM-4.5."""
 
-    def forward(self: BiasedRouter, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    e_score_correction_bias: Tensor
+    """[X] float32: chooses, but does not weigh."""
+    routed_scaling_factor: float
+    num_group: int
+    topk_group: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> scores before the sigmoid [T, X], weights of the chosen experts [T, k], and these [T, k].
 
         The experts with the largest sums of sigmoid and bias are chosen, of the groups whose best two have the largest
@@ -169,7 +152,7 @@ def _best_of_groups(router: BiasedRouter, sums: Tensor) -> Tensor:
 
 
 _MIXED_IN = {name: _BySoftmax for family in FAMILIES.values() for name in family.routers}
-_MIXED_IN |= {name: _BySigmoid for family in FAMILIES.values() for name in family.biased_routers}
+_MIXED_IN |= {name: BiasedRouter for family in FAMILIES.values() for name in family.biased_routers}
 """Classes of transformers that compute the same as ours, but always in float32."""
 
 
@@ -186,12 +169,7 @@ def replace_routers(model: nn.Module) -> None:
 
 def routers_of(model: nn.Module) -> list[Router]:
     """Return the routers that `replace_routers` has replaced, in the order of the layers."""
-    return [cast("Router", module) for module in model.modules() if isinstance(module, _RouterInPrecision)]
-
-
-def is_biased(router: Router) -> bool:
-    """Return whether a router that was replaced chooses with a bias of each expert."""
-    return isinstance(router, _BySigmoid)
+    return [module for module in model.modules() if isinstance(module, Router)]
 
 
 class ExpertLoads:

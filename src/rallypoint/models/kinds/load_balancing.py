@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from rallypoint.errors import ModelError
 from rallypoint.families import BIASED
-from rallypoint.models.kinds.experts import BiasedRouter, is_biased, routers_of
+from rallypoint.models.kinds.experts import BiasedRouter, routers_of
 from rallypoint.parallel import DeviceMesh
 
 
@@ -144,8 +144,8 @@ class BiasUpdate:
 
     def __init__(self, base: nn.Module, rate: float, mesh: DeviceMesh) -> None:
         self._rate, self._mesh = rate, mesh
-        found = filter(is_biased, routers_of(base)) if rate else ()
-        self._routers = [cast("BiasedRouter", router) for router in found]
+        found = routers_of(base) if rate else []
+        self._routers = [router for router in found if isinstance(router, BiasedRouter)]
         self._weights: Tensor | None = None
         """[T] float64: weight of each token in the pass under way; None outside, where layers are computed again."""
         self._is_on = False
