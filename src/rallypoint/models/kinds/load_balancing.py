@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from rallypoint.errors import ModelError
 from rallypoint.families import BIASED
@@ -80,57 +79,44 @@ class LoadBalancing:
             return
         self._is_on = True
         try:
-            size, device = (2, self._routers[0].weight.shape[0]), self._routers[0].weight.device
-            counted = [_Counted(self, torch.zeros(size, dtype=torch.float64, device=device)) for _ in self._routers]
-            for router, balance in zip(self._routers, counted, strict=True):
-                router.balance = balance
+            num_experts, device = len(self._routers[0].weight), self._routers[0].weight.device
+            sums = torch.zeros(len(self._routers), 2, num_experts, dtype=torch.float64, device=device)
+            for router, own in zip(self._routers, sums, strict=True):
+                router.balance = functools.partial(self._count, own)
             route()
-            sums = torch.stack([one.sums for one in counted])
             self._mesh.everyone.all_reduce_sum([sums])
             sums /= self._mesh.tp.size  # whose ranks have the same tokens
-            num_experts, num_tokens = sums.shape[2], sums[0, 0].sum() / self._routers[0].top_k
+            num_tokens = sums[0, 0].sum() / self._routers[0].top_k
             sent, probability = (sums / num_tokens).unbind(1)
             slopes = sent * (self._coef * num_experts / (len(sums) * num_tokens))
             for router, slope in zip(self._routers, slopes, strict=True):
-                router.balance = _Pulled(self, slope)
+                router.balance = functools.partial(self._pull, slope)
             yield num_experts * (sent * probability).sum(1).mean()
         finally:
             self._is_on = False
             for router in self._routers:
                 router.balance = None
 
-    @property
-    def weights(self) -> Tensor:
-        """[T, 1] of the pass under way."""
-        assert self._weights is not None, "a pass has begun in `over`"
-        return self._weights.unsqueeze(1)
-
-
-class _Counted:
-    """Adds up what the loss needs of one router."""
-
-    def __init__(self, of: LoadBalancing, sums: Tensor) -> None:
-        self._of, self.sums = of, sums
-        """[2, X] float64: tokens sent to each expert, and its probabilities."""
-
-    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """See `rallypoint.models.kinds.experts.Balance`."""
-        weights = self._of.weights
+    def _count(self, sums: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Add the tokens that a router sends to each expert, and their probabilities: [2, X] float64."""
+        weights = self._weights_of_pass
         sent = torch.zeros_like(shares, dtype=weights.dtype).scatter_add(1, chosen, weights.expand(chosen.shape))
-        self.sums += torch.stack([sent.sum(0), (shares * weights).sum(0)])
+        sums += torch.stack([sent.sum(0), (shares * weights).sum(0)])
         return shares
 
-
-class _Pulled:
-    """Adds the gradient of the loss to that of one router's probabilities."""
-
-    def __init__(self, of: LoadBalancing, slope: Tensor) -> None:
-        self._of, self._slope = of, slope
-
-    def __call__(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """See `rallypoint.models.kinds.experts.Balance`."""
+    def _pull(self, slope: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Have the gradient of the loss added to that of a router's probabilities."""
         del chosen
-        return _AddGradient.apply(shares, (self._of.weights * self._slope).to(shares))
+        added, shares = (self._weights_of_pass * slope).to(shares), shares.view_as(shares)
+        if shares.requires_grad:
+            shares.register_hook(lambda grad: grad + added)
+        return shares
+
+    @property
+    def _weights_of_pass(self) -> Tensor:
+        """[T, 1]."""
+        assert self._weights is not None, "a pass has begun in `over`"
+        return self._weights.unsqueeze(1)
 
 
 class BiasUpdate:
@@ -194,15 +180,3 @@ class BiasUpdate:
         """Add the tokens of a pass that a router sends to each expert, [T, k] chosen."""
         if self._weights is not None:
             counts.scatter_add_(0, chosen.flatten(), self._weights.repeat_interleave(chosen.shape[1]))
-
-
-class _AddGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shares: Tensor, added: Tensor) -> Tensor:
-        ctx.added = added
-        return shares.view_as(shares)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch passes one gradient per output
-        return grad + ctx.added, None
