@@ -65,9 +65,9 @@ from rallypoint.weights import (
     join,
     published_folder,
     same_node,
-    share,
     share_trained,
 )
+from rallypoint.weights.shared import share
 
 NUM_PROCESSES = 4
 """Two that may send, and two that may take."""

@@ -16,7 +16,8 @@ from rallypoint.cluster import Mesh
 from rallypoint.config import LoRAConfig
 from rallypoint.engine import TrainingEngine, critic_values, optimizer_tensors, policy_outputs
 from rallypoint.model_files import load_critic, load_policy, read_adapter, save_adapter
-from rallypoint.models import ModelShard, gather
+from rallypoint.models import ModelShard
+from rallypoint.models.shard import gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
 from rallypoint.types import ActorBatch, Mean, Metrics, Sequences

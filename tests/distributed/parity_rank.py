@@ -29,7 +29,8 @@ from rallypoint.algorithms.policy_losses import Clip
 from rallypoint.cluster.mesh import Mesh
 from rallypoint.engine import TrainingEngine, critic_values, policy_outputs
 from rallypoint.model_files import load_critic, load_policy
-from rallypoint.models import ModelShard, gather
+from rallypoint.models import ModelShard
+from rallypoint.models.shard import gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.roles.dealing import deal
 from rallypoint.types import ActorBatch, CriticBatch, DistilledBatch, Mean, Metrics, PairBatch, Sequences

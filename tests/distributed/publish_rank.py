@@ -13,7 +13,8 @@ from rallypoint.errors import RallyError
 from rallypoint.model_files import load_policy
 from rallypoint.models import Part
 from rallypoint.transport_kinds import BROADCAST, MEMORY
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join, share
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Participant, Receiver, Sender, TransferPlan, join
+from rallypoint.weights.shared import share
 
 MEMBERS = (Participant(0, None), Participant(1, None), Participant(None, 0), Participant(None, 1))
 VICTIM = 3

@@ -22,8 +22,9 @@ from rallypoint.engine import TrainingEngine, critic_values, optimizer_tensors, 
 from rallypoint.errors import ModelError, NotFiniteError, PeerFailedError, RowTooLongError
 from rallypoint.families import FAMILIES
 from rallypoint.model_files import load_policy, save_model, save_tensors
-from rallypoint.models import ATTENTION, ModelShard, shard_model, shard_parts
+from rallypoint.models import ATTENTION, ModelShard
 from rallypoint.models.norm import replace_norms
+from rallypoint.models.shard import shard_model, shard_parts
 from rallypoint.models.tensor_parallel import cut_model
 from rallypoint.parallel import DeviceMesh
 

@@ -13,7 +13,7 @@ from rallypoint.engine.forward import (
     scored_tokens,
     trained_positions,
 )
-from rallypoint.engine.optimizer import learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from rallypoint.engine.optimizer import optimizer_tensors, restore_optimizer
 from rallypoint.engine.training_engine import TrainingEngine
 
 __all__ = [
@@ -21,9 +21,7 @@ __all__ = [
     "TrainingEngine",
     "choosing_tokens",
     "critic_values",
-    "learning_rate",
     "likeliest_tokens",
-    "make_optimizer",
     "optimizer_tensors",
     "policy_outputs",
     "restore_optimizer",

@@ -8,33 +8,24 @@ from rallypoint.generation.hf import HFEngine
 from rallypoint.generation.native import NativeEngine
 from rallypoint.generation.offline import as_turn, generate, outputs_of, stream
 from rallypoint.generation.protocol import (
-    FinishReason,
     GenerationEngine,
     Output,
     PromptLogprobs,
     Request,
     SamplingParams,
 )
-from rallypoint.generation.sampler import SampledTokens, SamplingMetadata, penalise, rollout_keys, sample, uniform
 
 __all__ = [
     "EngineThread",
-    "FinishReason",
     "GenerationEngine",
     "HFEngine",
     "NativeEngine",
     "Output",
     "PromptLogprobs",
     "Request",
-    "SampledTokens",
-    "SamplingMetadata",
     "SamplingParams",
     "as_turn",
     "generate",
     "outputs_of",
-    "penalise",
-    "rollout_keys",
-    "sample",
     "stream",
-    "uniform",
 ]

@@ -23,13 +23,12 @@ from rallypoint.model_files.load import (
     reload,
 )
 from rallypoint.model_files.load_checks import is_finite
-from rallypoint.model_files.reader import Read, TensorFiles, reads_of
+from rallypoint.model_files.reader import TensorFiles, reads_of
 from rallypoint.model_files.tensor_names import own_names
 from rallypoint.model_files.writer import Writing, save_model, save_tensors
 
 __all__ = [
     "DTYPES",
-    "Read",
     "TensorFiles",
     "Writing",
     "adapters_of",

@@ -7,10 +7,10 @@ from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
 from rallypoint.models.cut_rows import CutRows, Dealt, TokenSlice
 from rallypoint.models.head import lm_head, value_head
 from rallypoint.models.kinds.load_balancing import BiasUpdate, LoadBalancing
-from rallypoint.models.lora import LoRALinear, adapt_alike, adapted_layers, twin
-from rallypoint.models.part import Part, rectangles_of
+from rallypoint.models.lora import adapt_alike, twin
+from rallypoint.models.part import Part
 from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.shard import MAKING, ModelShard, gather, named_weights, shard_model, shard_parts, trained_weights
+from rallypoint.models.shard import MAKING, ModelShard, named_weights, trained_weights
 
 __all__ = [
     "ATTENTION",
@@ -19,7 +19,6 @@ __all__ = [
     "BiasUpdate",
     "CutRows",
     "Dealt",
-    "LoRALinear",
     "LoadBalancing",
     "ModelShard",
     "PackedRows",
@@ -27,13 +26,8 @@ __all__ = [
     "SharedPrefixes",
     "TokenSlice",
     "adapt_alike",
-    "adapted_layers",
-    "gather",
     "lm_head",
     "named_weights",
-    "rectangles_of",
-    "shard_model",
-    "shard_parts",
     "trained_weights",
     "twin",
     "value_head",

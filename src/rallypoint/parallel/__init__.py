@@ -13,7 +13,7 @@ from rallypoint.parallel.autograd import (
     share_rows,
     sum_rows,
 )
-from rallypoint.parallel.collective import Collective, Grouped, connect, least_of
+from rallypoint.parallel.collective import Collective, least_of
 from rallypoint.parallel.fsdp import held, shard_rows
 from rallypoint.parallel.mesh import DeviceMesh
 from rallypoint.parallel.process_group import Device, Group, meet
@@ -24,10 +24,8 @@ __all__ = [
     "Device",
     "DeviceMesh",
     "Group",
-    "Grouped",
     "Sharding",
     "TensorCuts",
-    "connect",
     "exchange_for_columns",
     "exchange_for_rows",
     "exchange_rows",

@@ -7,7 +7,7 @@ from rallypoint.weights.checksums import fingerprint
 from rallypoint.weights.endpoints import Receiver, Sender
 from rallypoint.weights.exposed import Exposed
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
-from rallypoint.weights.shared import SharedWeights, share, share_trained
+from rallypoint.weights.shared import SharedWeights, share_trained
 from rallypoint.weights.transfer import Participant, TransferPlan
 from rallypoint.weights.transports import Transport, join
 
@@ -24,6 +24,5 @@ __all__ = [
     "Transport",
     "fingerprint",
     "join",
-    "share",
     "share_trained",
 ]

@@ -9,7 +9,8 @@ from rallypoint.config import LoRAConfig, OptimizerConfig
 from rallypoint.engine import TrainingEngine
 from rallypoint.engine.forward import TokenStream
 from rallypoint.model_files import load_policy
-from rallypoint.models import adapted_layers, lm_head
+from rallypoint.models import lm_head
+from rallypoint.models.lora import adapted_layers
 from rallypoint.models.norm import replace_norms
 from rallypoint.types import Metrics
 

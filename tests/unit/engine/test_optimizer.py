@@ -9,8 +9,9 @@ from torch import nn
 
 from rallypoint.config import OptimizerConfig
 from rallypoint.data import make_digits_tokenizer
-from rallypoint.engine import TrainingEngine, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from rallypoint.engine import TrainingEngine, optimizer_tensors, restore_optimizer
 from rallypoint.engine.forward import policy_outputs
+from rallypoint.engine.optimizer import learning_rate, make_optimizer
 from rallypoint.model_files import load_policy
 from rallypoint.types import Metrics
 

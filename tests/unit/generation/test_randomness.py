@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.generation import rollout_keys, uniform
+from rallypoint.generation.sampler import rollout_keys, uniform
 
 BITS = 2**64
 

@@ -6,9 +6,9 @@ import torch
 
 from rallypoint.config.limits import MAX_TOP_K
 from rallypoint.errors import RequestError
-from rallypoint.generation import Request, SamplingMetadata, SamplingParams, sample as sample_with_rules
+from rallypoint.generation import Request, SamplingParams
 from rallypoint.generation.requests import check_request
-from rallypoint.generation.sampler import Sampler
+from rallypoint.generation.sampler import Sampler, SamplingMetadata, sample as sample_with_rules
 
 
 def sample(logits, temperature, numbers):

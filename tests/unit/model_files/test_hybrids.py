@@ -29,7 +29,7 @@ from rallypoint.model_files import (
     save_model,
     save_tensors,
 )
-from rallypoint.models import gather
+from rallypoint.models.shard import gather
 
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
 

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy, save_model
 from rallypoint.model_files.mxfp4 import unpacked
-from rallypoint.models import gather
+from rallypoint.models.shard import gather
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32}
 

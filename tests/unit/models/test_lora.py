@@ -21,16 +21,8 @@ from rallypoint.model_files import (
     read_adapter,
     save_adapter,
 )
-from rallypoint.models import (
-    LoRALinear,
-    PackedRows,
-    adapted_layers,
-    lm_head,
-    named_weights,
-    trained_weights,
-    twin,
-    value_head,
-)
+from rallypoint.models import PackedRows, lm_head, named_weights, trained_weights, twin, value_head
+from rallypoint.models.lora import LoRALinear, adapted_layers
 
 TOKENS, OFFSETS = torch.tensor([3, 9, 4, 11, 0, 7, 7, 2]), torch.tensor([0, 5, 8])
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

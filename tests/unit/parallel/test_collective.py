@@ -6,7 +6,8 @@ import torch
 
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import MembershipLostError, PeerFailedError, RendezvousTimeoutError
-from rallypoint.parallel import Collective, Grouped, connect, meet
+from rallypoint.parallel import Collective, meet
+from rallypoint.parallel.collective import Grouped, connect
 
 
 @pytest.fixture

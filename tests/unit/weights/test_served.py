@@ -10,10 +10,11 @@ from rallypoint.errors import PeerFailedError, RallyError, WeightsMismatchError
 from rallypoint.model_files.pieces import Piece, same_names
 from rallypoint.models import Part
 from rallypoint.transport_kinds import MEMORY
-from rallypoint.weights import same_node, share
+from rallypoint.weights import same_node
 from rallypoint.weights.endpoints import Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
 from rallypoint.weights.served import Invitation, ServerReceiver
+from rallypoint.weights.shared import share
 from rallypoint.weights.transfer import Participant, TransferPlan
 
 WHOLE = {

@@ -15,8 +15,9 @@ from rallypoint.model_files import load_policy
 from rallypoint.models import Part, trained_weights
 from rallypoint.models.layers import joined
 from rallypoint.observability.memory import resident_bytes
-from rallypoint.weights import HEADER_BYTES, Exposed, Held, Manifest, Receiver, share, share_trained
+from rallypoint.weights import HEADER_BYTES, Exposed, Held, Manifest, Receiver, share_trained
 from rallypoint.weights.endpoints import seal
+from rallypoint.weights.shared import share
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 

@@ -11,9 +11,10 @@ import torch
 from rallypoint.cluster.rendezvous import open_rendezvous
 from rallypoint.errors import MembershipLostError, PeerFailedError, PublishError, RallyError, WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import same_node, share
+from rallypoint.weights import same_node
 from rallypoint.weights.endpoints import Receiver, Sender
 from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
+from rallypoint.weights.shared import share
 from rallypoint.weights.transfer import Participant, TransferPlan
 from rallypoint.weights.transports import join_broadcast
 

@@ -25,8 +25,9 @@ from rallypoint.model_files import (
     save_model,
 )
 from rallypoint.model_files.adapters import CONFIG, WEIGHTS
-from rallypoint.models import PackedRows, Part, gather, lm_head, named_weights, trained_weights
+from rallypoint.models import PackedRows, Part, lm_head, named_weights, trained_weights
 from rallypoint.models.kinds.expert_adapters import MATRICES
+from rallypoint.models.shard import gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal

@@ -15,8 +15,9 @@ from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import ModelError
 from rallypoint.families import MIXTURES
 from rallypoint.model_files import load_policy
-from rallypoint.models import Part, gather
+from rallypoint.models import Part
 from rallypoint.models.kinds.expert_parallel import deal_experts
+from rallypoint.models.shard import gather
 from rallypoint.models.tensor_parallel import TensorParts
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES

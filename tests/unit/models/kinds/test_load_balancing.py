@@ -19,8 +19,9 @@ from rallypoint.config import OptimizerConfig
 from rallypoint.engine import TokenStream, TrainingEngine, choosing_tokens, policy_outputs, trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.model_files import load_policy
-from rallypoint.models import BiasUpdate, LoadBalancing, PackedRows, gather
+from rallypoint.models import BiasUpdate, LoadBalancing, PackedRows
 from rallypoint.models.kinds.experts import routers_of
+from rallypoint.models.shard import gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal

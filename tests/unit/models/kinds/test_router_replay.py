@@ -16,8 +16,9 @@ from rallypoint.engine import TrainingEngine, policy_outputs, trained_positions
 from rallypoint.errors import ModelError
 from rallypoint.generation import NativeEngine, SamplingParams, generate
 from rallypoint.model_files import load_policy
-from rallypoint.models import ModelShard, gather
+from rallypoint.models import ModelShard
 from rallypoint.models.kinds.experts import routers_of
+from rallypoint.models.shard import gather
 from rallypoint.parallel import DeviceMesh
 from rallypoint.parallel.mesh import AXES
 from rallypoint.roles.dealing import deal

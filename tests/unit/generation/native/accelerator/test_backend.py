@@ -16,12 +16,13 @@ from tiny_models import TINY, make_tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rallypoint.config import LoRAConfig
-from rallypoint.generation import NativeEngine, Request, SamplingMetadata, SamplingParams, generate, stream
+from rallypoint.generation import NativeEngine, Request, SamplingParams, generate, stream
 from rallypoint.generation.native.accelerator.backend import AcceleratorBackend
 from rallypoint.generation.native.block_manager import AttentionMetadata, Block, BlockManager
 from rallypoint.generation.native.decoder import Decoder
 from rallypoint.generation.native.kv_cache import KVCache
 from rallypoint.generation.native.recording_decoder import RecordingDecoder
+from rallypoint.generation.sampler import SamplingMetadata
 from rallypoint.model_files import load_policy
 
 CPU = torch.device("cpu")

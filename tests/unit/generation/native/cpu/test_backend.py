@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from rallypoint.cpu.script import without_python
-from rallypoint.generation import SamplingMetadata, SamplingParams, sample
+from rallypoint.generation import SamplingParams
 from rallypoint.generation.native.block_manager import AttentionMetadata, BlockManager
 from rallypoint.generation.native.cpu.backend import CPUBackend
 from rallypoint.generation.native.cpu.bags import decode
 from rallypoint.generation.native.decoder import PlainDecoder
 from rallypoint.generation.native.kv_cache import KVCache
+from rallypoint.generation.sampler import SamplingMetadata, sample
 
 
 def make_cache(backend):
