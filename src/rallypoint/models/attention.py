@@ -126,7 +126,7 @@ class PackedRows:
             shared: the tokens of the rows that are in the stream; None for all.
             num_filler: number of tokens after the last row.
         """
-        self._layout = offsets, device, shared
+        self._layout = offsets, device, shared or SharedPrefixes.none(offsets)
         self._num_filler = num_filler
         # Layers of one kind share these; the first of them makes them.
         self._keys: PackedKeys | None = None
@@ -184,17 +184,14 @@ class PackedRows:
         """[1, T] int64: where each token of the stream is in its row."""
         offsets, device, shared = self._layout
         position_ids = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], offsets.diff())
-        if shared is not None:
-            position_ids = position_ids[shared.kept]
+        position_ids = position_ids[shared.kept]
         return sent(functional.pad(position_ids, (0, self._num_filler)), device).unsqueeze(0)
 
     @property
     def token_weights(self) -> Tensor:
         """[T] float64: how many tokens of the rows each of the stream stands for; 0 for filler."""
-        offsets, device, shared = self._layout
-        places = torch.arange(int(offsets[-1])) if shared is None else shared.place
-        num_tokens = self.position_ids.shape[1]
-        return sent(torch.bincount(places, minlength=num_tokens).double(), device)
+        _, device, shared = self._layout
+        return sent(torch.bincount(shared.place, minlength=self.position_ids.shape[1]).double(), device)
 
     @property
     def _slots(self) -> Slots:
@@ -205,7 +202,7 @@ class PackedRows:
     def _laid_out(self) -> Slots:
         offsets, _, shared = self._layout
         lengths = offsets.diff()
-        asking = None if shared is None or shared.asked is None else shared.num_kept(offsets)
+        asking = None if shared.asked is None else shared.num_kept(offsets)
         return Slots(offsets, _length_classes(lengths, asking), shared, self._num_filler)
 
     def _folds_of(

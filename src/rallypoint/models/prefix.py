@@ -67,6 +67,12 @@ class SharedPrefixes:
         place = (computed.cumsum(0) - 1)[torch.where(computed, own, twin)]
         return cls(torch.nonzero(computed).flatten(), place)
 
+    @classmethod
+    def none(cls, offsets: Tensor) -> SharedPrefixes:
+        """Return all tokens of rows, of which none is shared."""
+        every = torch.arange(int(offsets[-1]))
+        return cls(every, every)
+
     @property
     def num_keys(self) -> int:
         """Tokens of the stream."""

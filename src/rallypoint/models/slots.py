@@ -80,19 +80,17 @@ class Fold:
 class Slots:
     """The slots of some packed rows."""
 
-    def __init__(
-        self, offsets: Tensor, classes: Sequence[Tensor], shared: SharedPrefixes | None, num_filler: int
-    ) -> None:
+    def __init__(self, offsets: Tensor, classes: Sequence[Tensor], shared: SharedPrefixes, num_filler: int) -> None:
         """Lay rows out, on the CPU.
 
         Args:
             offsets: [B+1] of the rows.
             classes: the rows of each rectangle; every row with tokens is in one.
-            shared: the tokens of the rows that are in the stream; None for all.
+            shared: the tokens of the rows that are in the stream.
             num_filler: number of tokens after the last row.
         """
         lengths, before = offsets[1:] - offsets[:-1], torch.zeros(len(offsets) - 1, dtype=torch.int64)
-        if shared is not None and shared.asked is not None:
+        if shared.asked is not None:
             before = lengths - shared.num_kept(offsets)
         firsts = [int(before[rows].min()) // _ALIGNMENT * _ALIGNMENT for rows in classes]
         self.rectangles = [
@@ -110,7 +108,7 @@ class Slots:
         slot_of_token = torch.nonzero(own).flatten()[token_of_slot[own].argsort()]
         self._copies: tuple[Tensor, Tensor] | None = None
         self._keys = self._queries = _Places(token_of_slot, slot_of_token)
-        if shared is not None and len(shared.kept) < len(slot_of_token):
+        if len(shared.kept) < len(slot_of_token):
             order = shared.place.argsort(stable=True)
             self._copies = shared.place[order], slot_of_token[order]
             num_copies = torch.bincount(shared.place)

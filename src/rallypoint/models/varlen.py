@@ -162,26 +162,20 @@ def is_right(
 class PackedKeys:
     """Which keys the rows of a packed stream read: their own, and before them those shared with another row."""
 
-    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes | None) -> None:
+    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes) -> None:
         """Lay rows out.
 
         Args:
             offsets: [B+1] of the rows, on the CPU.
             device: of the stream.
-            shared: the tokens of the rows that are in the stream; None for all.
+            shared: the tokens of the rows that are in the stream.
         """
-        lengths = offsets.diff()
-        num_own = lengths
+        lengths, num_own = offsets.diff(), shared.num_kept(offsets)
+        asks = num_own > 0  # not rows all of whose tokens are another row's
+        self.num_tokens = len(shared.kept)
         self._copies: Copies | None = None
-        if shared is not None and len(shared.kept) < int(offsets[-1]):
-            num_own = shared.num_kept(offsets)
-            self._copies = Copies.of(shared.place, shared.num_keys, device)
-        # Rows all of whose tokens are another row's ask nothing.
-        asks = num_own > 0
-        self.num_tokens = int(num_own.sum())
-        if self._copies is not None and not bool(asks.all()):
+        if self.num_tokens < int(offsets[-1]):
             row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            assert shared is not None, "rows share tokens"
             self._copies = Copies.of(shared.place[asks[row]], shared.num_keys, device)
         self.rows = Borders.of(num_own[asks], device), Borders.of(lengths[asks], device)
 

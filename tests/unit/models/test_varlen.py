@@ -54,8 +54,8 @@ def attended(attend, num_tokens, has_sinks=False):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_attend_as_in_rectangles(name, is_shared, window, has_sinks, num_filler):
     offsets, shared = layout_of(name)
-    shared = shared if is_shared else None
-    num_tokens = (len(shared.kept) if is_shared else int(offsets[-1])) + num_filler
+    shared = shared if is_shared else SharedPrefixes.none(offsets)
+    num_tokens = len(shared.kept) + num_filler
     keys, rows = PackedKeys(offsets, CPU, shared), PackedRows(offsets, CPU, shared, num_filler=num_filler)
 
     def limits(sinks):
@@ -76,7 +76,7 @@ def test_rows_attend_as_in_rectangles(name, is_shared, window, has_sinks, num_fi
 
 
 def test_a_stream_that_asks_nothing_has_no_output():
-    keys = PackedKeys(torch.tensor([0]), CPU, None)
+    keys = PackedKeys(torch.tensor([0]), CPU, SharedPrefixes.none(torch.tensor([0])))
     states = [torch.zeros(0, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     assert keys.attend(by_products, *states, 1.0, Limits()).shape == (0, HEADS, DIM)
 

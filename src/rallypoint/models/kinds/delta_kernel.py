@@ -31,10 +31,9 @@ _LOG = logging.getLogger(__name__)
 class RowScan:
     """The rows of a stream, end to end, for the kernel."""
 
-    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes | None) -> None:
+    def __init__(self, offsets: Tensor, device: torch.device, shared: SharedPrefixes) -> None:
         """Lay rows out; the arguments are those of `PackedRows`."""
-        place = torch.arange(int(offsets[-1])) if shared is None else shared.place
-        kept = torch.arange(int(offsets[-1])) if shared is None else shared.kept
+        kept, place = shared.kept, shared.place
         self._of_stream, self._of_rows = Copies.of(place, len(kept), device), Copies.of(kept, len(place), device)
         self._borders = sent(offsets[offsets.diff(prepend=offsets[:1] - 1) > 0], device)  # no row is empty
 
@@ -108,7 +107,7 @@ def is_right(kernel: Callable[..., Any], device: torch.device, dtype: torch.dtyp
             if is_ours:
                 out, _ = recurrence.run(inputs, recurrence.blank(inputs))
             else:
-                out = RowScan(offsets, device, None).run(kernel, inputs, recurrence)
+                out = RowScan(offsets, device, SharedPrefixes.none(offsets)).run(kernel, inputs, recurrence)
             found.append((out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)))
     return all(
         float((one.float() - other).abs().max()) <= _TOLERANCE * float(other.abs().max())

@@ -184,6 +184,7 @@ class Recurrence:
 
         Tokens that rows share go through the layer's products once, and through the scan once for each row.
         """
+        shared = shared or SharedPrefixes.none(offsets)
         self._layout = offsets, shared
         lengths = offsets.diff()
         self._device, self._num_rows = device, len(lengths)
@@ -201,8 +202,7 @@ class Recurrence:
         is_token = token < offsets[1:][row].unsqueeze(1)
         slot = torch.empty(num_tokens, dtype=torch.int64)
         slot[token[is_token]] = torch.nonzero(is_token.flatten()).flatten()
-        place = torch.arange(num_tokens) if shared is None else shared.place
-        kept = torch.arange(num_tokens) if shared is None else shared.kept
+        kept, place = shared.kept, shared.place
         self._num_stream = len(kept)
         # One row of zeros stands after those of the stream, for what fills a row's last chunk.
         padded = functional.pad(place, (0, 1), value=len(kept))
@@ -252,9 +252,8 @@ class Recurrence:
         """
         if width not in self._convolved:
             offsets, shared = self._layout
-            kept = torch.arange(self._num_stream) if shared is None else shared.kept
-            row = torch.repeat_interleave(torch.arange(self._num_rows), offsets.diff())[kept]
-            index = torch.stack([self._before(row, kept - back, width) for back in reversed(range(width))])
+            row = torch.repeat_interleave(torch.arange(self._num_rows), offsets.diff())[shared.kept]
+            index = torch.stack([self._before(row, shared.kept - back, width) for back in reversed(range(width))])
             taps = Copies.of(index.flatten(), self._num_stream + self._num_rows * (width - 1), self._device)
             ends = offsets[1:].unsqueeze(1) - torch.arange(width - 1, 0, -1)
             last = self._before(torch.arange(self._num_rows).unsqueeze(1).expand_as(ends), ends, width)
@@ -265,8 +264,7 @@ class Recurrence:
         """Return the places of tokens of rows, which may be up to `width - 1` before the first of their row."""
         offsets, shared = self._layout
         missing = offsets[row] - token  # 1 for the newest one before the row
-        inside = token.clamp(min=0)
-        inside = inside if shared is None else shared.place[inside]
+        inside = shared.place[token.clamp(min=0)]
         return torch.where(missing > 0, self._num_stream + (row + 1) * (width - 1) - missing, inside)
 
 
