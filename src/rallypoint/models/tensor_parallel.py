@@ -55,7 +55,7 @@ def cut_model(model: PreTrainedModel, family: Family, tp: Collective) -> TensorP
     Raises:
         ModelError: a size does not divide by the number of ranks, or a weight is not in the family's plan.
     """
-    cutter = _Cutter(type(model).__name__, tp)
+    cutter = Cutter(type(model).__name__, tp, "tp")
     if tp.size > 1:
         _check_heads(model, tp)
         cutter.cut_vocabulary(model)
@@ -84,11 +84,11 @@ def _check_heads(model: PreTrainedModel, tp: Collective) -> None:
         raise ModelError(f"{type(model).__name__}: tp={misfit}")
 
 
-class _Cutter:
-    """Cuts one model, and records the parts."""
+class Cutter:
+    """Cuts one model along an axis of the mesh, and records the parts."""
 
-    def __init__(self, model_name: str, tp: Collective) -> None:
-        self._model_name, self._tp = model_name, tp
+    def __init__(self, model_name: str, ranks: Collective, axis: str) -> None:
+        self._model_name, self._ranks, self._axis = model_name, ranks, axis
         self.parts: dict[nn.Parameter, Part] = {}
         self.summed: set[nn.Parameter] = set()
 
@@ -97,13 +97,13 @@ class _Cutter:
         embedding, head = cast("nn.Embedding", model.get_input_embeddings()), model.get_output_embeddings()
         tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
         num_tokens = embedding.num_embeddings
-        tokens = vocabulary_of(self._tp.rank, self._tp.size, num_tokens)
+        tokens = vocabulary_of(self._ranks.rank, self._ranks.size, num_tokens)
         self._narrow(embedding, "weight", 0, tokens)
         embedding.num_embeddings = len(tokens)
         if embedding.padding_idx is not None:
             padding = embedding.padding_idx
             embedding.padding_idx = padding - tokens.start if padding in tokens else None
-        _look_up_own_tokens(embedding, tokens, self._tp)
+        _look_up_own_tokens(embedding, tokens, self._ranks)
         if head is None:
             return
         if type(head) is not nn.Linear:
@@ -114,7 +114,7 @@ class _Cutter:
             self._narrow(head, "weight", 0, tokens)
         if head.bias is not None:
             self._narrow(head, "bias", 0, tokens)
-        model.set_output_embeddings(VocabParallelLinear(head, num_tokens, self._tp))
+        model.set_output_embeddings(VocabParallelLinear(head, num_tokens, self._ranks))
 
     def cut_block(self, block: nn.Module, plan: Mapping[str, Cut]) -> None:
         """Give the rank its part of a block, which still takes the whole input and returns the whole output."""
@@ -128,17 +128,21 @@ class _Cutter:
         for name, cut in plan.items():
             if name in there:
                 cuts[cut](block, name)
-        _share_block(block, self._tp)
+        _share_block(block, self._ranks)
 
     def cut_experts(self, experts: nn.Module) -> None:
         """Give the rank some experts; their module still takes all tokens and returns the output of all experts."""
+        _share_experts(experts, self.narrow_experts(experts), self._ranks)
+
+    def narrow_experts(self, experts: nn.Module) -> range:
+        """Give the rank some experts, and return which."""
         weights = dict(experts.named_parameters())
         num_experts = len(next(iter(weights.values())))
         own = self._own(num_experts, "experts")
         for name in weights:
             self._narrow(experts, name, 0, own)
         experts.num_experts = len(own)  # pyright: ignore[reportArgumentType]
-        _share_experts(experts, own, self._tp)
+        return own
 
     def _cut_outputs(self, block: nn.Module, name: str) -> None:
         if name in (own := dict(block.named_parameters(recurse=False))):  # a number of each head
@@ -157,17 +161,17 @@ class _Cutter:
         linear.in_features = len(own)
         if linear.bias is not None:
             self.summed.add(linear.bias)
-            setattr(block, name, AddendLinear(linear, adds_bias=self._tp.rank == 0))
+            setattr(block, name, AddendLinear(linear, adds_bias=self._ranks.rank == 0))
 
     def _sum(self, block: nn.Module, name: str) -> None:
         self.summed.update(block.get_submodule(name).parameters())
 
     def _own(self, size: int, what: str) -> range:
         """Return this rank's equal part of a size."""
-        if misfit := misfit_of(self._tp.size, {what: size}):
-            raise ModelError(f"{self._model_name}: tp={misfit}")
-        part = size // self._tp.size
-        return range(part * self._tp.rank, part * (self._tp.rank + 1))
+        if misfit := misfit_of(self._ranks.size, {what: size}):
+            raise ModelError(f"{self._model_name}: {self._axis}={misfit}")
+        part = size // self._ranks.size
+        return range(part * self._ranks.rank, part * (self._ranks.rank + 1))
 
     def _narrow(self, module: nn.Module, name: str, dim: int, own: range) -> None:
         """Replace a parameter by some of its indices along a dimension."""

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rallypoint.config.shape import misfit_of
 from rallypoint.errors import ModelError
 from rallypoint.families import MIXTURES
-from rallypoint.models.tensor_parallel import TensorParts, renumbered
+from rallypoint.models.tensor_parallel import Cutter, TensorParts, renumbered
 from rallypoint.parallel import Collective, share_rows, sum_rows
 
 Compute: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,28 +48,16 @@ def deal_experts(model: PreTrainedModel, ep: Collective, parts: TensorParts) -> 
             f"{type(model).__name__} has no experts to deal over ranks (ep > 1); models of type "
             f"{', '.join(MIXTURES)} have"
         )
-    found, dealt, counts = dict(parts.parts), set[str](), _Counts(ep)
+    cutter, counts = Cutter(type(model).__name__, ep, "ep"), _Counts(ep)
     for layer in cast("nn.ModuleList", model.base_model.layers):
-        modules = dict(layer.named_modules())
-        if family.experts not in modules:
-            continue  # a dense layer of a mixture
-        experts = modules[family.experts]
-        weights = dict(experts.named_parameters())
-        num_experts = len(next(iter(weights.values())))
-        if misfit := misfit_of(ep.size, {"experts": num_experts}):
-            raise ModelError(f"{type(model).__name__}: ep={misfit}")
-        own = num_experts // ep.size
-        names = {id(weight): name for name, weight in model.named_parameters()}
-        for name, weight in weights.items():
-            full = names[id(weight)]
-            mine = nn.Parameter(weight.detach()[own * ep.rank : own * (ep.rank + 1)].clone(), weight.requires_grad)
-            setattr(experts, name, mine)
-            found[full] = found[full].narrow(0, own * ep.rank, own)
-            dealt.add(full)
-        experts.num_experts = own  # pyright: ignore[reportArgumentType]
-        experts.forward = _DealtExperts(experts.forward, range(own * ep.rank, own * (ep.rank + 1)), counts)
+        experts = dict(layer.named_modules()).get(str(family.experts))
+        if experts is not None:  # a mixture may have dense layers, too
+            experts.forward = _DealtExperts(experts.forward, cutter.narrow_experts(experts), counts)
+    names, found = {weight: name for name, weight in model.named_parameters()}, dict(parts.parts)
+    for weight, part in cutter.parts.items():
+        found[names[weight]] = found[names[weight]].narrow(0, part.starts[0], part.sizes[0])
     model.base_model.register_forward_pre_hook(counts.learn, with_kwargs=True)
-    return dataclasses.replace(parts, parts=found, dealt=frozenset(dealt))
+    return dataclasses.replace(parts, parts=found, dealt=frozenset(names[weight] for weight in cutter.parts))
 
 
 class _Counts:
