@@ -17,7 +17,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,30 +28,11 @@ Handle: TypeAlias = tuple[bytes, Sequence[int]]
 """What another process needs to open the memory: bytes, and open files."""
 
 
-class Buffers(Protocol):
-    """Memory that processes can share; if they cannot, torch or the system raises."""
+class HostMemory:
+    """Memory of the host that processes can share; if they cannot, torch or the system raises."""
 
     def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
         """Return memory, and one handle of it for each of `count` processes."""
-        ...
-
-    def open(self, num_bytes: int, handle: Handle) -> Tensor:
-        """Return the memory that another process made."""
-        ...
-
-    def near(self, memory: Tensor) -> Tensor:
-        """Return opened memory, or a copy of it where reading it twice takes longer than copying it."""
-        ...
-
-    def settle(self) -> None:
-        """Return once all copies of this thread are done."""
-
-
-class HostMemory:
-    """Memory of the host; see `Buffers`."""
-
-    def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
-        """See `Buffers.make`."""
         if sys.platform == "linux":
             descriptor = os.memfd_create("rallypoint weights")
         else:
@@ -62,16 +43,16 @@ class HostMemory:
         return self.open(num_bytes, handle), [handle] * count
 
     def open(self, num_bytes: int, handle: Handle) -> Tensor:
-        """See `Buffers.open`."""
+        """Return the memory that another process made."""
         _, (descriptor,) = handle
         return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     def near(self, memory: Tensor) -> Tensor:
-        """See `Buffers.near`."""
+        """Return opened memory, or a copy of it where reading it twice takes longer than copying it."""
         return memory
 
     def settle(self) -> None:
-        """See `Buffers.settle`; copies on a host are done when they return."""
+        """Return once all copies of this thread are done, as those on a host are."""
 
 
 _MARK_BYTES = 16
@@ -101,14 +82,14 @@ class TorchHandles:
 
 
 class DeviceMemory:
-    """Memory of an accelerator; see `Buffers`."""
+    """Memory of an accelerator; see `HostMemory`."""
 
     def __init__(self, device: torch.device, handles: TorchHandles) -> None:
         self._device, self._handles = device, handles
         self._near: Tensor | None = None
 
     def make(self, num_bytes: int, count: int) -> tuple[Tensor, list[Handle]]:
-        """See `Buffers.make`."""
+        """See `HostMemory.make`."""
         made = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         mark = secrets.token_bytes(_MARK_BYTES)
         made[:_MARK_BYTES].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
@@ -116,7 +97,7 @@ class DeviceMemory:
         return made, [(mark + self._handles.export(made), ()) for _ in range(count)]
 
     def open(self, num_bytes: int, handle: Handle) -> Tensor:
-        """See `Buffers.open`."""
+        """See `HostMemory.open`."""
         told, _ = handle
         opened = self._handles.open(told[_MARK_BYTES:], self._device)
         if opened.numel() < num_bytes or bytes(opened[:_MARK_BYTES].tolist()) != told[:_MARK_BYTES]:
@@ -124,14 +105,18 @@ class DeviceMemory:
         return opened[:num_bytes]
 
     def near(self, memory: Tensor) -> Tensor:
-        """See `Buffers.near`; the memory may be on another device."""
+        """See `HostMemory.near`; the memory may be on another device."""
         if self._near is None or self._near.numel() < memory.numel():
             self._near = torch.empty_like(memory, device=self._device)
         return self._near[: memory.numel()].copy_(memory)
 
     def settle(self) -> None:
-        """See `Buffers.settle`."""
+        """See `HostMemory.settle`."""
         torch.accelerator.current_stream(self._device).synchronize()
+
+
+Buffers: TypeAlias = HostMemory | DeviceMemory
+"""Memory that processes can share."""
 
 
 def kinds_of_memory(kind: TransportKind, device: torch.device) -> tuple[Buffers, ...]:

@@ -56,21 +56,15 @@ class Relay:
     def unpack(self, index: int, memory: Tensor, in_place: Runs | None = None) -> None:
         """Copy a bucket that arrived, damaged or not."""
         assert in_place is None, "weights of another node cannot be read in place"
-        if (slot := self._free_slot()) is not None:
+        if (slot := self._attempt(self._outlet.free_slot)) is not None:
             num_bytes = self._manifest.buckets[index].num_bytes
             slot[:num_bytes].copy_(memory[:num_bytes])
-            self._show()
+            self._outlet.buffers.settle()
+            self._attempt(self._outlet.show)
 
     def finish(self) -> None:
         """Return once the workers have taken every bucket, or one of them was lost."""
         self._attempt(self._outlet.settle)
-
-    def _free_slot(self) -> Tensor | None:
-        return self._attempt(self._outlet.free_slot)
-
-    def _show(self) -> None:
-        self._outlet.buffers.settle()
-        self._attempt(self._outlet.show)
 
     def _attempt(self, do: Callable[[], ResultT]) -> ResultT | None:
         """Do something with the outlet, unless that has failed before; return None if it fails."""

@@ -8,4 +8,4 @@ from rallypoint.generation.vllm.engine import VLLMEngine
 from rallypoint.generation.vllm.server import Launch, ServerProcess
 from rallypoint.generation.vllm.weights import Outline
 
-__all__ = ["Launch", "Outline", "ServerProcess", "VLLMEngine", "VllmConnection", "VllmServer"]
+__all__ = ["Launch", "Outline", "ServerProcess", "VLLMEngine", "VllmConnection"]

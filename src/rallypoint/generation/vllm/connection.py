@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rallypoint.errors import PublishError, WeightsMismatchError
-from rallypoint.generation.vllm.server import OwnFolder, VllmServer
+from rallypoint.generation.vllm.server import OwnFolder, ServerProcess
 from rallypoint.generation.vllm.supervisor import ServerSupervisor
 
 ResultT = TypeVar("ResultT")
@@ -32,7 +32,7 @@ class VllmConnection:
 
     def __init__(
         self,
-        launch: Callable[[Path], VllmServer],
+        launch: Callable[[Path], ServerProcess],
         *,
         version: int = 0,
         takes_adapters: bool = False,

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 from rallypoint.generation.vllm.client import Address
 
@@ -38,35 +38,6 @@ _FOLDER = Path("/dev/shm")
 _PROCESSES = Path("/proc")
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that a server can reserve memory for."""
-
-
-class VllmServer(Protocol):
-    """A server that was started; it may be ready or not."""
-
-    @property
-    def address(self) -> Address:
-        """Where it listens, or will listen."""
-        ...
-
-    def beat(self) -> int:
-        """Return a number that grows while it samples."""
-        ...
-
-    def ended(self) -> str | None:
-        """Return why it ended, with the end of its log; None while it runs."""
-        ...
-
-    def last_said(self) -> str:
-        """Return the last line of its log, or an empty string."""
-        ...
-
-    def memory_bytes(self) -> int:
-        """Return the peak of private memory, in bytes, of it and its children since the last call."""
-        ...
-
-    def stop(self) -> None:
-        """End it and all its children."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +137,7 @@ class Launch:
 
 
 class ServerProcess:
-    """A `VllmServer` on this machine."""
+    """A server that was started on this machine; it may be ready or not."""
 
     def __init__(self, launch: Launch, folder: Path) -> None:
         """Start it.
@@ -197,28 +168,28 @@ class ServerProcess:
         return self._process.pid
 
     def beat(self) -> int:
-        """See `VllmServer.beat`."""
+        """Return a number that grows while it samples."""
         number = int.from_bytes(self._beat.read_bytes(), "little")
         if number and self._shared is None:  # all shared memory exists when it samples for the first time
             self._shared = shared_files(self._process.pid)
         return number
 
     def ended(self) -> str | None:
-        """See `VllmServer.ended`."""
+        """Return why it ended, with the end of its log; None while it runs."""
         if self._process.poll() is None:
             return None
         return f"the vllm server ended; the end of {self._log}:\n{_end_of(self._log)}"
 
     def last_said(self) -> str:
-        """See `VllmServer.last_said`."""
+        """Return the last line of its log, or an empty string."""
         return next(reversed(_lines_of(self._log)), "")
 
     def memory_bytes(self) -> int:
-        """See `VllmServer.memory_bytes`."""
+        """Return the peak of private memory, in bytes, of it and its children since the last call."""
         return take_peak_memory(self._process.pid)
 
     def stop(self) -> None:
-        """See `VllmServer.stop`; a server that does not end in time is killed, and its shared memory removed."""
+        """End it and all its children; if it does not end in time it is killed, and its shared memory removed."""
         shared = (self._shared or {}) | shared_files(self._process.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -16,7 +16,7 @@ from typing import Literal
 from rallypoint.cluster.waiting import Wait
 from rallypoint.errors import GenerationError, PublishError, WeightsMismatchError
 from rallypoint.generation.vllm.client import Address, LostError, call, call_workers, is_well, load_workers, tell
-from rallypoint.generation.vllm.server import VllmServer
+from rallypoint.generation.vllm.server import ServerProcess
 
 _LOOK_EVERY_S = 0.1
 _ADAPTER = "rallypoint"
@@ -28,7 +28,7 @@ class ServerSupervisor:
 
     def __init__(
         self,
-        launch: Callable[[Path], VllmServer],
+        launch: Callable[[Path], ServerProcess],
         folder: Path,
         version: int,
         *,
@@ -39,8 +39,8 @@ class ServerSupervisor:
     ) -> None:
         self._launch, self._folder, self._start_s, self._say = launch, folder, start_s, say
         self._takes_adapters, self._voice_every_s = takes_adapters, voice_every_s
-        self._server: VllmServer | None = None
-        self._knows_adapter: VllmServer | None = None
+        self._server: ServerProcess | None = None
+        self._knows_adapter: ServerProcess | None = None
         """The server whose HTTP process has been told that there is an adapter."""
         self.num_servers = 0
         """Servers that were started and became ready."""
@@ -49,7 +49,7 @@ class ServerSupervisor:
         self._doubt: str | None = None
         self._held: tuple[int, Path | Literal["sent"] | None] = (version, None)
         """Version of the weights and their folder, or that ranks sent them; None for those that it begins with."""
-        self._joined: VllmServer | None = None
+        self._joined: ServerProcess | None = None
         """The server whose workers have connected to the ranks that send weights."""
         self.lacks_weights = False
         """Whether the server has lost what ranks sent it: it is not asked until it gets weights again."""
@@ -71,7 +71,7 @@ class ServerSupervisor:
         return self._server is None or self._doubt is not None or self._server.ended() is not None
 
     def beat(self) -> int:
-        """See `VllmServer.beat`."""
+        """See `ServerProcess.beat`."""
         return self._server.beat() if self._server is not None else 0
 
     def doubt(self, why: str) -> None:
@@ -110,11 +110,11 @@ class ServerSupervisor:
         self._server = server
         self.num_servers += 1
 
-    async def _make_ready(self, server: VllmServer) -> None:
+    async def _make_ready(self, server: ServerProcess) -> None:
         await self._started(server)
         await self._take_over(server)
 
-    async def _take_over(self, server: VllmServer) -> None:
+    async def _take_over(self, server: ServerProcess) -> None:
         version, source = self._held
         if source == "sent":
             self.lacks_weights = True
@@ -123,7 +123,7 @@ class ServerSupervisor:
             await self._enter(server, version, source)
         await self._name(server)
 
-    async def _name(self, server: VllmServer) -> None:
+    async def _name(self, server: ServerProcess) -> None:
         """Tell a server the version of its weights, which it has whole."""
         self.lacks_weights = False
         await call(server.address, "/update_weight_version", {"new_version": str(self._held[0])})
@@ -171,7 +171,7 @@ class ServerSupervisor:
         return "-".join(sorted({str(result["digest"]) for result in results}))
 
     @contextlib.asynccontextmanager
-    async def _paused(self, server: VllmServer, *, is_asleep: bool) -> AsyncIterator[None]:
+    async def _paused(self, server: ServerProcess, *, is_asleep: bool) -> AsyncIterator[None]:
         """Pause requests while weights change; a server that sleeps has none."""
         if is_asleep:
             yield
@@ -226,7 +226,7 @@ class ServerSupervisor:
             await self.revive()
 
     def memory_bytes(self) -> int:
-        """See `VllmServer.memory_bytes`."""
+        """See `ServerProcess.memory_bytes`."""
         return self._server.memory_bytes() if self._server is not None else 0
 
     async def end(self) -> None:
@@ -234,7 +234,7 @@ class ServerSupervisor:
         if self._server is not None:
             self._server.stop()
 
-    async def _started(self, server: VllmServer) -> None:
+    async def _started(self, server: ServerProcess) -> None:
         wait = Wait("vllm to load the model", self._start_s, self._say, every_s=self._voice_every_s)
         while not await is_well(server.address):
             wait.look()
@@ -249,7 +249,7 @@ class ServerSupervisor:
         if wait.has_spoken:
             self._say(f"vllm is ready after {wait.look():.0f} s")
 
-    async def _enter(self, server: VllmServer, version: int, folder: Path) -> None:
+    async def _enter(self, server: ServerProcess, version: int, folder: Path) -> None:
         """Have all workers of a server take weights over.
 
         Raises:
