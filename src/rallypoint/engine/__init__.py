@@ -4,28 +4,14 @@ Must not know: roles, other processes but through `parallel`, where batches come
 """
 
 from rallypoint.engine.forward import (
-    TokenStream,
-    choosing_tokens,
-    critic_values,
-    likeliest_tokens,
-    policy_outputs,
-    reward_scores,
-    scored_tokens,
-    trained_positions,
+    TokenStream as TokenStream,
+    choosing_tokens as choosing_tokens,
+    critic_values as critic_values,
+    likeliest_tokens as likeliest_tokens,
+    policy_outputs as policy_outputs,
+    reward_scores as reward_scores,
+    scored_tokens as scored_tokens,
+    trained_positions as trained_positions,
 )
-from rallypoint.engine.optimizer import optimizer_tensors, restore_optimizer
-from rallypoint.engine.training_engine import TrainingEngine
-
-__all__ = [
-    "TokenStream",
-    "TrainingEngine",
-    "choosing_tokens",
-    "critic_values",
-    "likeliest_tokens",
-    "optimizer_tensors",
-    "policy_outputs",
-    "restore_optimizer",
-    "reward_scores",
-    "scored_tokens",
-    "trained_positions",
-]
+from rallypoint.engine.optimizer import optimizer_tensors as optimizer_tensors, restore_optimizer as restore_optimizer
+from rallypoint.engine.training_engine import TrainingEngine as TrainingEngine

@@ -3,29 +3,19 @@
 Must not know: what samples are for; prompts, rewards, training.
 """
 
-from rallypoint.generation.engine_thread import EngineThread
-from rallypoint.generation.hf import HFEngine
-from rallypoint.generation.native import NativeEngine
-from rallypoint.generation.offline import as_turn, generate, outputs_of, stream
-from rallypoint.generation.protocol import (
-    GenerationEngine,
-    Output,
-    PromptLogprobs,
-    Request,
-    SamplingParams,
+from rallypoint.generation.engine_thread import EngineThread as EngineThread
+from rallypoint.generation.hf import HFEngine as HFEngine
+from rallypoint.generation.native import NativeEngine as NativeEngine
+from rallypoint.generation.offline import (
+    as_turn as as_turn,
+    generate as generate,
+    outputs_of as outputs_of,
+    stream as stream,
 )
-
-__all__ = [
-    "EngineThread",
-    "GenerationEngine",
-    "HFEngine",
-    "NativeEngine",
-    "Output",
-    "PromptLogprobs",
-    "Request",
-    "SamplingParams",
-    "as_turn",
-    "generate",
-    "outputs_of",
-    "stream",
-]
+from rallypoint.generation.protocol import (
+    GenerationEngine as GenerationEngine,
+    Output as Output,
+    PromptLogprobs as PromptLogprobs,
+    Request as Request,
+    SamplingParams as SamplingParams,
+)

@@ -3,32 +3,16 @@
 Must not know: files, optimizers, roles, losses.
 """
 
-from rallypoint.models.attention import ATTENTION, AttentionRows, PackedRows
-from rallypoint.models.cut_rows import CutRows, Dealt, TokenSlice
-from rallypoint.models.head import lm_head, value_head
-from rallypoint.models.kinds.load_balancing import BiasUpdate, LoadBalancing
-from rallypoint.models.lora import adapt_alike, twin
-from rallypoint.models.part import Part
-from rallypoint.models.prefix import SharedPrefixes
-from rallypoint.models.shard import MAKING, ModelShard, named_weights, trained_weights
-
-__all__ = [
-    "ATTENTION",
-    "MAKING",
-    "AttentionRows",
-    "BiasUpdate",
-    "CutRows",
-    "Dealt",
-    "LoadBalancing",
-    "ModelShard",
-    "PackedRows",
-    "Part",
-    "SharedPrefixes",
-    "TokenSlice",
-    "adapt_alike",
-    "lm_head",
-    "named_weights",
-    "trained_weights",
-    "twin",
-    "value_head",
-]
+from rallypoint.models.attention import ATTENTION as ATTENTION, AttentionRows as AttentionRows, PackedRows as PackedRows
+from rallypoint.models.cut_rows import CutRows as CutRows, Dealt as Dealt, TokenSlice as TokenSlice
+from rallypoint.models.head import lm_head as lm_head, value_head as value_head
+from rallypoint.models.kinds.load_balancing import BiasUpdate as BiasUpdate, LoadBalancing as LoadBalancing
+from rallypoint.models.lora import adapt_alike as adapt_alike, twin as twin
+from rallypoint.models.part import Part as Part
+from rallypoint.models.prefix import SharedPrefixes as SharedPrefixes
+from rallypoint.models.shard import (
+    MAKING as MAKING,
+    ModelShard as ModelShard,
+    named_weights as named_weights,
+    trained_weights as trained_weights,
+)

@@ -4,38 +4,17 @@ Must not know: models, roles, Ray.
 """
 
 from rallypoint.parallel.autograd import (
-    exchange_for_columns,
-    exchange_for_rows,
-    exchange_rows,
-    gather_rows,
-    reduce,
-    replicate,
-    share_rows,
-    sum_rows,
+    exchange_for_columns as exchange_for_columns,
+    exchange_for_rows as exchange_for_rows,
+    exchange_rows as exchange_rows,
+    gather_rows as gather_rows,
+    reduce as reduce,
+    replicate as replicate,
+    share_rows as share_rows,
+    sum_rows as sum_rows,
 )
-from rallypoint.parallel.collective import Collective, least_of
-from rallypoint.parallel.fsdp import held, shard_rows
-from rallypoint.parallel.mesh import DeviceMesh
-from rallypoint.parallel.process_group import Device, Group, meet
-from rallypoint.parallel.sharding import Sharding, TensorCuts
-
-__all__ = [
-    "Collective",
-    "Device",
-    "DeviceMesh",
-    "Group",
-    "Sharding",
-    "TensorCuts",
-    "exchange_for_columns",
-    "exchange_for_rows",
-    "exchange_rows",
-    "gather_rows",
-    "held",
-    "least_of",
-    "meet",
-    "reduce",
-    "replicate",
-    "shard_rows",
-    "share_rows",
-    "sum_rows",
-]
+from rallypoint.parallel.collective import Collective as Collective, least_of as least_of
+from rallypoint.parallel.fsdp import held as held, shard_rows as shard_rows
+from rallypoint.parallel.mesh import DeviceMesh as DeviceMesh
+from rallypoint.parallel.process_group import Device as Device, Group as Group, meet as meet
+from rallypoint.parallel.sharding import Sharding as Sharding, TensorCuts as TensorCuts

@@ -3,26 +3,10 @@
 Must not know: what the roles do, and when weights are published.
 """
 
-from rallypoint.weights.checksums import fingerprint
-from rallypoint.weights.endpoints import Receiver, Sender
-from rallypoint.weights.exposed import Exposed
-from rallypoint.weights.manifest import HEADER_BYTES, Held, Manifest
-from rallypoint.weights.shared import SharedWeights, share_trained
-from rallypoint.weights.transfer import Participant, TransferPlan
-from rallypoint.weights.transports import Transport, join
-
-__all__ = [
-    "HEADER_BYTES",
-    "Exposed",
-    "Held",
-    "Manifest",
-    "Participant",
-    "Receiver",
-    "Sender",
-    "SharedWeights",
-    "TransferPlan",
-    "Transport",
-    "fingerprint",
-    "join",
-    "share_trained",
-]
+from rallypoint.weights.checksums import fingerprint as fingerprint
+from rallypoint.weights.endpoints import Receiver as Receiver, Sender as Sender
+from rallypoint.weights.exposed import Exposed as Exposed
+from rallypoint.weights.manifest import HEADER_BYTES as HEADER_BYTES, Held as Held, Manifest as Manifest
+from rallypoint.weights.shared import SharedWeights as SharedWeights, share_trained as share_trained
+from rallypoint.weights.transfer import Participant as Participant, TransferPlan as TransferPlan
+from rallypoint.weights.transports import Transport as Transport, join as join

@@ -17,6 +17,4 @@ Used by these: `decoder.py` (the model's arithmetic), `kv_cache.py` (the tensors
 Must not know: other engines, roles, or what the responses are for.
 """
 
-from rallypoint.generation.native.engine import NativeEngine
-
-__all__ = ["NativeEngine"]
+from rallypoint.generation.native.engine import NativeEngine as NativeEngine
