@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
-from rallypoint.config.fields import is_automatic, leaves
+from rallypoint.config.fields import is_automatic, leaves, without
 from rallypoint.config.tree import RunConfig
 
 AUTOMATIC = tuple(name for name, info in leaves(RunConfig).items() if is_automatic(info))
@@ -41,7 +41,7 @@ def without_nulls(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
         if isinstance(inner, Mapping) and cast("Mapping[str, Any]", inner).get(name) in (None, "auto"):
             left_open.append(dotted)
             if name in inner:
-                filled = _without(filled, dotted)
+                filled = without(filled, dotted.split("."))
     cluster = filled.get("cluster")
     device: object = cast("Mapping[str, Any]", cluster).get("device", "cpu") if isinstance(cluster, Mapping) else "cpu"
     if device != "cpu":
@@ -60,10 +60,3 @@ def with_values(values: Mapping[str, Any], chosen: Mapping[str, object]) -> dict
         section, _, rest = dotted.partition(".")
         filled[section] = with_values(filled.get(section) or {}, {rest: value}) if rest else value
     return filled
-
-
-def _without(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
-    section, _, rest = dotted.partition(".")
-    if rest:
-        return {**values, section: _without(values[section], rest)}
-    return {key: value for key, value in values.items() if key != section}

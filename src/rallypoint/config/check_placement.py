@@ -130,7 +130,7 @@ def _server(config: RunConfig) -> Iterator[Problem]:
             f"{tp} whole devices",
         )
     # vLLM copies heads of keys and values where there are too few, and cuts each expert.
-    shared = {} if (shape := shape_of(config)) is None else shape.shared_by_tp
+    shared = {} if (shape := shape_of(config)) is None else shape.shared("tp")
     if misfit := misfit_of(tp, {what: num for what, num in shared.items() if what not in _CUT_OTHERWISE}):
         yield Problem(("rollout.mesh.tp",), f"rollout.mesh.tp={misfit}")
 
@@ -208,14 +208,14 @@ def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterat
             f"{role}.mesh.ep={mesh.ep}: models of type {shape.model_type!r} have no experts to deal over ranks; those "
             f"of type {', '.join(MIXTURES)} have. Use {role}.mesh.dp_shard or {role}.mesh.tp",
         )
-    elif misfit := misfit_of(mesh.tp, shape.shared_by_tp):
+    elif misfit := misfit_of(mesh.tp, shape.shared("tp")):
         yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
-    elif misfit := misfit_of(mesh.ep, shape.shared_by_ep(mesh.tp)):
+    elif misfit := misfit_of(mesh.ep, shape.shared("ep", mesh.tp)):
         yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
-    elif misfit := misfit_of(mesh.sp, shape.shared_by_sp(mesh.tp)):
-        other = f", or {role}.mesh.cp, which may be any number" if not shape.shared_by_cp(mesh.tp) else ""
+    elif misfit := misfit_of(mesh.sp, shape.shared("sp", mesh.tp)):
+        other = f", or {role}.mesh.cp, which may be any number" if not shape.shared("cp", mesh.tp) else ""
         yield Problem((f"{role}.mesh.sp", f"{role}.mesh.tp"), f"{role}.mesh.sp={misfit}{other}")
-    elif misfit := misfit_of(mesh.cp * mesh.sp, shape.shared_by_cp(mesh.tp)):
+    elif misfit := misfit_of(mesh.cp * mesh.sp, shape.shared("cp", mesh.tp)):
         axes = [axis for axis, size in (("cp", mesh.cp), ("sp", mesh.sp)) if size > 1]
         names = tuple(f"{role}.mesh.{axis}" for axis in (*axes, "tp"))
         yield Problem(names, f"{role}.mesh.{' x '.join(axes)}={misfit}")

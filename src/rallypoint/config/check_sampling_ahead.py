@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, cast
-
-from pydantic import BaseModel
+from typing import cast
 
 from rallypoint.config.check_placement import roles_and_pools
-from rallypoint.config.fields import Problem, shown
+from rallypoint.config.fields import Problem, changed, shown
 from rallypoint.config.tree import RunConfig
-
-_ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def ahead_contradictions(config: RunConfig) -> Iterator[Problem]:
@@ -103,21 +99,13 @@ def with_pool_of_its_own(config: RunConfig) -> RunConfig:
     """Return the config with these keys; itself if its rollout role has such a pool."""
     pool = config.roles["rollout"].pool
     is_shared = any(role != "rollout" and placement.pool == pool for role, placement in config.roles.items())
-    return _changed(config, pool_of_its_own(config)) if is_shared else config
+    return changed(config, pool_of_its_own(config)) if is_shared else config
 
 
 def is_placeable(config: RunConfig, changes: Mapping[str, object]) -> bool:
     """Whether a config with other values for some dotted keys has nothing against its pools that it had not before."""
     before = {problem.text for problem in roles_and_pools(config)}
-    return all(problem.text in before for problem in roles_and_pools(_changed(config, changes)))
-
-
-def _changed(section: _ModelT, changes: Mapping[str, object]) -> _ModelT:
-    update: dict[str, Any] = {}
-    for dotted, value in changes.items():
-        name, _, inner = dotted.partition(".")
-        update[name] = _changed(update.get(name, getattr(section, name)), {inner: value}) if inner else value
-    return section.model_copy(update=update)
+    return all(problem.text in before for problem in roles_and_pools(changed(config, changes)))
 
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, object]]:

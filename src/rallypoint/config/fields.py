@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
@@ -46,6 +46,9 @@ class Section(BaseModel):
         given = cast("Mapping[str, object]", values)
         empty = {name for name, info in cls.model_fields.items() if info.default in ((), {})}
         return {name: value for name, value in given.items() if value is not None or name not in empty}
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def key(
@@ -162,6 +165,30 @@ def nested(keys: Mapping[str, object]) -> dict[str, Any]:
             inside = inside.setdefault(section, {})
         inside[name] = value
     return tree
+
+
+def without(values: Mapping[str, Any], path: Sequence[str | int]) -> dict[str, Any]:
+    """Return the tree without the value at a path; list items take their whole key with them."""
+    if not path or path[0] not in values:
+        return dict(values)
+    name = str(path[0])
+    inner = values[name]
+    rest = {k: v for k, v in values.items() if k != name}
+    if len(path) > 1 and isinstance(inner, dict) and not isinstance(path[1], int):
+        rest[name] = without(cast("dict[str, Any]", inner), path[1:])
+    return rest
+
+
+def changed(section: SectionT, changes: Mapping[str, object]) -> SectionT:
+    """Return a section with other values for some dotted keys; a section that is off is on then, with its defaults."""
+    update: dict[str, Any] = {}
+    for dotted, value in changes.items():
+        name, _, inner = dotted.partition(".")
+        if inner:
+            off = section_of(type(section).model_fields[name]) or Section
+            value = changed(update.get(name, getattr(section, name)) or off(), {inner: value})  # noqa: PLW2901
+        update[name] = value
+    return section.model_copy(update=update)
 
 
 def values_of(config: Section, prefix: str = "") -> Iterator[tuple[str, object]]:

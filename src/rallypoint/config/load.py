@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -27,6 +27,7 @@ from rallypoint.config.fields import (
     shown,
     unit_of,
     values_of,
+    without,
 )
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.source import COMMAND_LINE, Source, origin_of, read
@@ -95,7 +96,7 @@ def load_config(
             if detail["type"] == "union_tag_invalid" and len(location) == 1:
                 location = (*location, "name")
             problems |= _explain({**detail, "loc": location}, source)
-            values = _without(values, location)
+            values = without(values, location)
         config = _repaired(values, problems)
     if config is not None:
         found = [*contradictions(config, source.origins), *(look(config) if look else ())]
@@ -156,18 +157,6 @@ def _repaired(values: Mapping[str, Any], problems: Mapping[str, str]) -> RunConf
         return None
 
 
-def _without(values: Mapping[str, Any], location: tuple[str | int, ...]) -> dict[str, Any]:
-    """Return the tree without the value at a location; list items take their whole key with them."""
-    if not location or location[0] not in values:
-        return dict(values)
-    name = str(location[0])
-    inner = values[name]
-    rest = {k: v for k, v in values.items() if k != name}
-    if len(location) > 1 and isinstance(inner, dict) and not isinstance(location[1], int):
-        rest[name] = _without(cast("dict[str, Any]", inner), location[1:])
-    return rest
-
-
 def _overlap(first: str, second: str) -> bool:
     return first == second or first.startswith(f"{second}.") or second.startswith(f"{first}.")
 
@@ -181,9 +170,7 @@ def _explain(detail: ErrorDetails, source: Source) -> dict[str, str]:
     """Turn one of pydantic's errors into sentences with key, value, range and place, by dotted key."""
     parts = [str(part) for part in takewhile(lambda part: isinstance(part, str), detail["loc"])]
     dotted, found = ".".join(parts), detail["input"]
-    if detail["type"] == "union_tag_invalid":
-        found = _value_at(source.values, parts)
-    if len(parts) < len(detail["loc"]):  # an item of a list: the list is the value
+    if detail["type"] == "union_tag_invalid" or len(parts) < len(detail["loc"]):  # of an item the list is the value
         found = _value_at(source.values, parts)
     known = leaves(RunConfig)
     owner = next((name for name in known if dotted == name or dotted.startswith(f"{name}.")), dotted)

@@ -77,22 +77,9 @@ class ModelShape:
         """Width that a token passes inside an MLP, or inside all of its experts; the mean over the layers."""
         return sum(layers.count * layers.mlp.width for layers in self.layers) // self.num_layers
 
-    @property
-    def shared_by_tp(self) -> dict[str, int]:
-        """Parts that tensor-parallel ranks share equally -> how many there are."""
-        return {what: num for kind in self.kinds for what, num in kind.shared_by_tp.items()}
-
-    def shared_by_sp(self, tp: int) -> dict[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `sp` share equally -> how many there are."""
-        return {what: num for kind in self.kinds for what, num in kind.shared_by_sp(tp).items()}
-
-    def shared_by_cp(self, tp: int) -> dict[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `cp` and `sp` together share equally -> how many."""
-        return {what: num for kind in self.kinds for what, num in kind.shared_by_cp(tp).items()}
-
-    def shared_by_ep(self, tp: int) -> dict[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `ep` share equally -> how many there are."""
-        return {what: num for kind in self.kinds for what, num in kind.shared_by_ep(tp).items()}
+    def shared(self, axis: str, tp: int = 1) -> dict[str, int]:
+        """Return the parts that ranks of an axis share equally -> how many a rank of `tp` has; see `Kind.shared`."""
+        return {what: num for kind in self.kinds for what, num in kind.shared(tp).get(axis, {}).items()}
 
     def of_ep_rank(self, ep: int) -> ModelShape:
         """Return the sizes of the weights that a rank of `ep` has."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import yaml
 
+from rallypoint.config.fields import nested
 from rallypoint.config.tree import SHORT, named_own, of_other_names
 from rallypoint.errors import ConfigError
 
@@ -146,9 +147,7 @@ def read(name: str, overrides: Sequence[str] = ()) -> Source:
             continue
         dotted = _in_full(dotted, node)
         part, part_origins = _plain(node, COMMAND_LINE, dotted, problems)
-        for name_part in reversed(dotted.split(".")):
-            part = {name_part: part}
-        parts.append((cast("dict[str, Any]", part), part_origins))
+        parts.append((nested({dotted: part}), part_origins))
     if problems:
         raise ConfigError(tuple(problems))
     together: dict[str, Any] = {}

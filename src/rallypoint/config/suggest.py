@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rallypoint.config.fields import Section, declared_words, leaves, section_of, shown
+from rallypoint.config.fields import Section, declared_words, leaves, nested, section_of, shown
 from rallypoint.config.other_projects import VALUE, Alias, aliases_for, other_projects
 from rallypoint.config.recipes import RECIPES
 from rallypoint.config.tree import RunConfig
@@ -137,11 +137,8 @@ def _fits(assignment: str, value: object) -> bool:
         return False
     if template != VALUE:
         return isinstance(value, int)
-    tree: object = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
     try:
-        RunConfig.model_validate({"recipe": next(iter(RECIPES)), **cast("dict[str, object]", tree)})
+        RunConfig.model_validate({"recipe": next(iter(RECIPES)), **nested({key: value})})
     except ValidationError:
         return False
     return True

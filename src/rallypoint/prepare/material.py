@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.config import RECIPES, LoadedConfig, RunConfig
+from rallypoint.config.fields import changed
 from rallypoint.config.sections.material import weight_of
 from rallypoint.data import (
     Conversations,
@@ -162,12 +163,10 @@ class Inputs:
         """Return the config with the time that prompts show in it, so that they show the same after a resume."""
         if self.clock is None:
             return loaded
-        data, key = loaded.config.data, f"data.template.{CLOCK}"
-        data = data.model_copy(update={"template": {**(data.template or {}), CLOCK: self.clock}})
+        template = {**(loaded.config.data.template or {}), CLOCK: self.clock}
+        overrides = (*loaded.overrides, f'data.template.{CLOCK}="{self.clock}"')
         return dataclasses.replace(
-            loaded,
-            config=loaded.config.model_copy(update={"data": data}),
-            overrides=(*loaded.overrides, f'{key}="{self.clock}"'),
+            loaded, config=changed(loaded.config, {"data.template": template}), overrides=overrides
         )
 
     def settled(self, config: RunConfig) -> RunConfig:
@@ -182,7 +181,7 @@ class Inputs:
             return config
         num_whole = trainer.num_epochs * num / config.num_examples
         num_steps = max(1, math.ceil(num_whole) if config.trains_on_files else math.floor(num_whole))
-        return config.model_copy(update={"trainer": trainer.model_copy(update={"num_steps": num_steps})})
+        return changed(config, {"trainer.num_steps": num_steps})
 
 
 def _reads_truth(config: RunConfig) -> bool:

@@ -12,19 +12,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import get_args
 
 from rallypoint.config import Activations, Offload
 from rallypoint.config.check import contradictions, vllm_problems
-from rallypoint.config.fields import Section
+from rallypoint.config.fields import changed
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.recipes import RoleName
-from rallypoint.config.sections.places import MeshConfig
 from rallypoint.config.shape import ModelShape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.prepare.role_memory import RoleMemory, role_memory
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,8 +209,8 @@ def _off_cpu(
         for tp in _cuts(config, left_open, devices_per_node):
             own: dict[str, object] = {"rollout.engine": engine} if is_open else {}
             own |= {"rollout.mesh.tp": tp} if tp is not None else {}
-            way = own | _for_devices(_with_all(config, own), left_open, devices_per_node, device_bytes)
-            trial = _with_all(config, way)
+            way = own | _for_devices(changed(config, own), left_open, devices_per_node, device_bytes)
+            trial = changed(config, way)
             whole = way if tp is None else whole
             if _has_room(trial, False, device_bytes, *pools) and (tp is None or _may_be_cut(trial)):
                 return way
@@ -249,7 +246,7 @@ def why_server(config: RunConfig) -> str:
     shape, roles = shape_of(config), config.roles
     if config.cluster.device == "cpu" or "rollout" not in roles or any(vllm_problems(config)):
         return ""
-    if _with(config, "rollout.engine", "vllm").devices_of_rollout > 1:  # processes have one for our own engine
+    if changed(config, {"rollout.engine": "vllm"}).devices_of_rollout > 1:  # processes have one for our own engine
         return ""
     found = ["its adapters"] if config.model.lora is not None else []
     if shape is not None and (faster := [kind.served_faster for kind in shape.kinds if kind.served_faster]):
@@ -268,7 +265,7 @@ def activations_bytes(config: RunConfig, device_bytes: int, *pools: str) -> dict
     """
     needed: dict[Activations, int] = {}
     for way in get_args(Activations):
-        plan = make_plan(_with(config, "engine.activations", way))
+        plan = make_plan(changed(config, {"engine.activations": way}))
         if plan.memory and device_bytes:
             least = plan.within(dict.fromkeys(config.cluster.pools, 0))  # a cache takes what is left, down to one row's
             needed[way] = max(map(least.process_memory, pools or config.cluster.pools))
@@ -281,13 +278,13 @@ def _for_devices(
     """Return the layout over devices, and what layers and optimizers keep there."""
     chosen = _over_devices(config, left_open, devices_per_node, device_bytes)
     for offload in get_args(Offload) if "engine.offload" in left_open else ():
-        trial, any_way = _with_all(config, {**chosen, "engine.offload": offload}), "engine.activations" in left_open
+        trial, any_way = changed(config, {**chosen, "engine.offload": offload}), "engine.activations" in left_open
         is_cut = any(trial.mesh(role)["dp_shard"] > 1 for role in trial.learners)
         if not (is_cut and offload == "optimizer_and_gradients") and _has_room(trial, any_way, device_bytes):
             chosen |= {"engine.offload": offload} if offload != "nothing" else {}
             break
     if "engine.activations" in left_open:
-        for way, needed in activations_bytes(_with_all(config, chosen), device_bytes).items():
+        for way, needed in activations_bytes(changed(config, chosen), device_bytes).items():
             if needed <= SAFE * device_bytes:
                 return {**chosen, "engine.activations": way}
     return chosen
@@ -314,7 +311,7 @@ def _over_devices(
     learn: list[RoleName] = [role for role in open_roles if role in config.learners]
     chosen: dict[str, object] = {}
     for layout in layouts:
-        laid_out = _with_all(config, layout)
+        laid_out = changed(config, layout)
         if any(placement.pool not in laid_out.cluster.pools for placement in config.roles.values()):
             continue
         of_nodes = [laid_out.cluster.pools[config.roles[role].pool] for role in learn]
@@ -322,7 +319,7 @@ def _over_devices(
         for num in sorted(set(sizes)):
             for roles in (learn, open_roles):
                 shards = {f"{role}.mesh.dp_shard": num for role in roles if num > 1}
-                trial = _with_all(laid_out, shards)
+                trial = changed(laid_out, shards)
                 if not divides(trial):
                     continue
                 chosen = {**layout, **shards}
@@ -350,7 +347,7 @@ def _layout(config: RunConfig, num_cores: int, num_bytes: int, fixed: int | None
     ]
     layouts.sort(key=lambda layout: (math.prod(layout), layout[0]), reverse=True)
     for num, each in layouts:
-        trial = _with(config, "cluster.pools", {"main": (num,)})
+        trial = changed(config, {"cluster.pools": {"main": (num,)}})
         if divides(trial) and _fits(trial, num, num_bytes):
             return num, each
     return alone
@@ -381,16 +378,3 @@ def _fits(config: RunConfig, num_processes: int, num_bytes: int) -> bool:
     each = _PROCESS_BYTES + plan.process_memory("main")
     each = max(each, round((cluster.memory_gib_per_process or 0) * _GIB))
     return bool(plan.memory) and num_processes * each + cluster.object_store_gib * _GIB <= _SAFE_ON_CPU * num_bytes
-
-
-def _with_all(config: RunConfig, chosen: Mapping[str, object]) -> RunConfig:
-    for dotted, value in chosen.items():
-        config = _with(config, dotted, value)
-    return config
-
-
-def _with(section: SectionT, dotted: str, value: Any) -> SectionT:
-    name, _, rest = dotted.partition(".")
-    if rest:
-        value = _with(getattr(section, name) or MeshConfig(), rest, value)
-    return section.model_copy(update={name: value})

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rallypoint.cluster import ResourcePool, ResourcePoolManager
 from rallypoint.cluster.capacity import Node, misfit
 from rallypoint.config import RunConfig
+from rallypoint.config.fields import changed
 from rallypoint.prepare.plan import divides
 
 _MOST_TRIES = 2000
@@ -62,8 +63,7 @@ def shrunk(config: RunConfig, nodes: Sequence[Node]) -> RunConfig | None:
                 name: tuple(count for place, count in enumerate(counts) if (name, place) not in left_out)
                 for name, counts in config.cluster.pools.items()
             }
-            cluster = config.cluster.model_copy(update={"pools": pools})
-            smaller = config.model_copy(update={"cluster": cluster})
+            smaller = changed(config, {"cluster.pools": pools})
             if (
                 all(pools.values())
                 and divides(smaller)

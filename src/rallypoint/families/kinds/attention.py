@@ -83,12 +83,9 @@ class Attention(Mixer):
     def has_fused_kernel(self, *, has_flash: bool) -> bool:
         return not self.caps_scores and (has_flash or not self.has_sinks)
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
-        return {"attention heads": self.num_heads, "key/value heads": self.num_key_value_heads}
-
-    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
-        return {"attention heads of a tp rank": self.num_heads // tp}
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
+        heads = {"attention heads": self.num_heads, "key/value heads": self.num_key_value_heads}
+        return {"tp": heads, "sp": {"attention heads of a tp rank": self.num_heads // tp}}
 
     def part(self, tp: int, ep: int | None) -> Self:
         del ep

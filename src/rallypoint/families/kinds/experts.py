@@ -91,13 +91,10 @@ class Experts(PerToken):
         is_idle = (1 - self.num_chosen / self.num_experts) ** num_tokens
         return is_idle * self.num_experts * 3 * self.size * self.hidden_size
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
         beside = {"columns of the MLP beside experts": self.shared_size} if self.shared_size else {}
-        return {"experts": self.num_experts} | beside
-
-    def shared_by_ep(self, tp: int) -> Mapping[str, int]:
-        return {"experts of a tp rank": self.num_experts // tp}
+        of_rank = {"experts of a tp rank": self.num_experts // tp}
+        return {"tp": {"experts": self.num_experts} | beside, "ep": of_rank}
 
     def of_ep_rank(self, ep: int) -> Self:
         return dataclasses.replace(self, num_experts=self.num_experts // ep)

@@ -73,25 +73,12 @@ class Kind(abc.ABC):
         del num_tokens
         return 0.0
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
-        """Parts that ranks of `tp` share equally -> how many there are."""
-        return {}
+    @abc.abstractmethod
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
+        """Return the parts that ranks of an axis share equally: axis -> part -> how many there are.
 
-    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `sp` share equally -> how many there are."""
-        del tp
-        return {}
-
-    def shared_by_cp(self, tp: int) -> Mapping[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `cp` and `sp` together share equally -> how many."""
-        del tp
-        return {}
-
-    def shared_by_ep(self, tp: int) -> Mapping[str, int]:
-        """Return the parts of a rank of `tp` that ranks of `ep` share equally -> how many there are."""
-        del tp
-        return {}
+        `tp` shares those of the layer; `sp`, `cp` together with `sp`, and `ep` share those of a rank of `tp`.
+        """
 
     def of_ep_rank(self, ep: int) -> Self:
         """Return the weights that a rank of `ep` has."""

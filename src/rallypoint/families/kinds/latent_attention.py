@@ -88,12 +88,9 @@ class LatentAttention(Mixer):
     def head_dims(self) -> frozenset[int]:
         return frozenset({self._width // self.num_heads})
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
-        return {"attention heads": self.num_heads}
-
-    def shared_by_sp(self, tp: int) -> Mapping[str, int]:
-        return {"attention heads of a tp rank": self.num_heads // tp}
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
+        of_rank = {"attention heads of a tp rank": self.num_heads // tp}
+        return {"tp": {"attention heads": self.num_heads}, "sp": of_rank}
 
     def part(self, tp: int, ep: int | None) -> Self:
         del ep

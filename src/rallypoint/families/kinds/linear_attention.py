@@ -86,13 +86,10 @@ class LinearAttention(Mixer):
         states = 3 * self.num_values * self.key_dim * self.value_dim
         return sum(map(math.prod, self.products.values())) + states
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
-        return {"key heads of linear attention": self.num_keys}
-
-    def shared_by_cp(self, tp: int) -> Mapping[str, int]:
-        """Heads only: a row is scanned token after token, so its tokens cannot be shared."""
-        return {"key heads of linear attention of a tp rank": self.num_keys // tp}
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
+        """Along `cp` heads only: a row is scanned token after token, so its tokens cannot be shared."""
+        of_rank = {"key heads of linear attention of a tp rank": self.num_keys // tp}
+        return {"tp": {"key heads of linear attention": self.num_keys}, "cp": of_rank}
 
     def part(self, tp: int, ep: int | None) -> Self:
         del ep

@@ -37,9 +37,9 @@ class MLP(PerToken):
     def products(self) -> Mapping[str, tuple[int, int]]:
         return gated_products(self.hidden_size, self.intermediate_size)
 
-    @property
-    def shared_by_tp(self) -> Mapping[str, int]:
-        return {"columns of the MLP": self.intermediate_size}
+    def shared(self, tp: int) -> Mapping[str, Mapping[str, int]]:
+        del tp
+        return {"tp": {"columns of the MLP": self.intermediate_size}}
 
     def part(self, tp: int, ep: int | None) -> Self:
         del ep
