@@ -43,47 +43,40 @@ def contradictions(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
 def _either_or(config: RunConfig) -> Iterator[Problem]:
     model, data = config.model, config.data
     if model.path is None and model.create is None:
-        yield Problem(
-            ("model.path", "model.create"),
-            "model.path: required, but not set; expected the Hugging Face folder of a causal language model, "
-            "or model.create={} for a small new one",
+        yield Problem.of(
+            "^model.path: required, but not set; expected the Hugging Face folder of a causal language model, or "
+            "^model.create={} for a small new one",
             is_missing=True,
         )
     if model.path is not None and model.create is not None:
-        yield Problem(
-            ("model.path", "model.create"),
-            f"model.path={model.path!r} contradicts model.create, which makes a new model: add model.create=null",
+        yield Problem.of(
+            f"^model.path={model.path!r} contradicts ^model.create, which makes a new model: add model.create=null"
         )
     if not data.train and data.generate is None:
-        yield Problem(
-            ("data.train", "data.generate"),
-            "data.train: required, but not set; expected files, folders or names on the hub, or data.generate={} for "
-            "digit tasks",
+        yield Problem.of(
+            "^data.train: required, but not set; expected files, folders or names on the hub, or ^data.generate={} "
+            "for digit tasks",
             is_missing=True,
         )
     if data.train and data.generate is not None:
-        yield Problem(
-            ("data.train", "data.generate"),
-            f"data.train={path_of(data.train[0])!r} contradicts data.generate, which makes a new data set: "
-            "add data.generate=null",
+        yield Problem.of(
+            f"^data.train={path_of(data.train[0])!r} contradicts ^data.generate, which makes a new data set: add "
+            "data.generate=null"
         )
     if data.generate is not None and config.trains_on_files and not data.train:
-        yield Problem(
-            ("data.generate", "recipe"),
-            f"data.generate makes prompts for rewards, and recipe={config.recipe} trains on answers as they are: set "
-            "data.train, and data.generate=null",
+        yield Problem.of(
+            f"^data.generate makes prompts for rewards, and ^recipe={config.recipe} trains on answers as they are: set "
+            "data.train, and data.generate=null"
         )
     if data.validation and data.generate is not None and not data.train:
-        yield Problem(
-            ("data.validation", "data.generate"),
-            f"data.validation={path_of(data.validation[0])!r} contradicts data.generate, which makes validation "
-            "prompts too: add data.generate=null",
+        yield Problem.of(
+            f"^data.validation={path_of(data.validation[0])!r} contradicts ^data.generate, which makes validation "
+            "prompts too: add data.generate=null"
         )
     if config.checkpoint.keep_best and data.generate is None and not data.validation:
-        yield Problem(
-            ("checkpoint.keep_best", "data.validation"),
-            "checkpoint.keep_best=true has no effect without a validation, whose score says which step is best: set "
-            "data.validation, or checkpoint.keep_best=false",
+        yield Problem.of(
+            "^checkpoint.keep_best=true has no effect without a validation, whose score says which step is best: set "
+            "^data.validation, or checkpoint.keep_best=false"
         )
 
 
@@ -99,10 +92,9 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
     weights = {path_of(one): weight_of(one) for one in config.data.train}
     if None in weights.values() and any(weights.values()):
         without = ", ".join(path for path, weight in weights.items() if weight is None)
-        yield Problem(
-            ("data.train",),
-            f"data.train: {without} has no weight, and others have; expected one for each, or for none: then they are "
-            "one set, and each prompt occurs once an epoch",
+        yield Problem.of(
+            f"^data.train: {without} has no weight, and others have; expected one for each, or for none: then they are "
+            "one set, and each prompt occurs once an epoch"
         )
     for one in (*config.data.train, *config.data.validation):
         if not isinstance(one, str) and one.parameters and not one.path.startswith(("reasoning_gym:", "games:")):
@@ -121,15 +113,11 @@ def _mixture(config: RunConfig) -> Iterator[Problem]:
         problem = "data.train has stream_rows, and teacher.hint is read with all prompts at the start: leave one out"
         yield Problem(("data.train", "teacher.hint"), problem)
     if config.trains_on_files and any(weights.values()):
-        yield Problem(
-            ("data.train", "recipe"),
-            f"data.train has weights, and recipe={config.recipe} takes every example once an epoch: leave them out",
+        yield Problem.of(
+            f"^data.train has weights, and ^recipe={config.recipe} takes every example once an epoch: leave them out"
         )
     if any(weight_of(one) is not None for one in config.data.validation):
-        yield Problem(
-            ("data.validation",),
-            "data.validation has weights, and every prompt of it is sampled once: leave them out",
-        )
+        yield Problem.of("^data.validation has weights, and every prompt of it is sampled once: leave them out")
 
 
 def _reward(config: RunConfig) -> Iterator[Problem]:
@@ -138,17 +126,16 @@ def _reward(config: RunConfig) -> Iterator[Problem]:
     yield from (Problem(("reward.functions", "reward.models"), problem) for problem in config.reward.problems())
     is_needed = config.needs_rewards and config.rollout.own_episode is None  # which may return rewards
     if is_needed and not config.is_rewarded:
-        yield Problem(
-            ("reward.function", "reward.path"),
-            "reward.function: required, but not set; expected `file.py:compute_score`, or several in "
-            "reward.functions, or reward.path=FOLDER for a reward model; `reasoning_gym` scores what its generators "
+        yield Problem.of(
+            "^reward.function: required, but not set; expected `file.py:compute_score`, or several in "
+            "reward.functions, or ^reward.path=FOLDER for a reward model; `reasoning_gym` scores what its generators "
             "make",
             is_missing=True,
         )
     if config.reward.function == "digits" and config.data.generate is None:
-        yield Problem(
-            ("reward.function", "data.generate"),
-            "reward.function='digits' scores the digit tasks of data.generate, which is off; expected file.py:function",
+        yield Problem.of(
+            "^reward.function='digits' scores the digit tasks of ^data.generate, which is off; expected "
+            "file.py:function"
         )
 
 
@@ -179,17 +166,15 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
     if made is None:
         return
     if made.hidden_size % 2:
-        yield Problem(
-            ("model.create.hidden_size",),
-            f"model.create.hidden_size={made.hidden_size} is odd, and heads of an even width must fill it; "
-            f"expected {made.hidden_size - 1} or {made.hidden_size + 1}",
+        yield Problem.of(
+            f"^model.create.hidden_size={made.hidden_size} is odd, and heads of an even width must fill it; expected "
+            f"{made.hidden_size - 1} or {made.hidden_size + 1}"
         )
     elif made.hidden_size % made.num_heads or (made.hidden_size // made.num_heads) % 2:
         fits = [n for n in range(1, 65) if made.hidden_size % n == 0 and (made.hidden_size // n) % 2 == 0]
-        yield Problem(
-            ("model.create.num_heads", "model.create.hidden_size"),
-            f"model.create.num_heads={made.num_heads} does not divide model.create.hidden_size={made.hidden_size} "
-            f"into heads of an even width; expected one of {', '.join(map(str, fits))}",
+        yield Problem.of(
+            f"^model.create.num_heads={made.num_heads} does not divide ^model.create.hidden_size={made.hidden_size} "
+            f"into heads of an even width; expected one of {', '.join(map(str, fits))}"
         )
     heads, has_latents = made.num_heads, FAMILIES[made.architecture].has_latents
     fits = [n for n in range(heads if has_latents else 1, heads + 1) if heads % n == 0]
@@ -202,15 +187,13 @@ def _created_model(config: RunConfig) -> Iterator[Problem]:
 
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
     if config.model.tokenizer is not None and config.model.create is not None:
-        yield Problem(
-            ("model.tokenizer", "model.create"),
-            "model.tokenizer changes the tokenizer of a model's folder, and model.create makes its own; expected null",
+        yield Problem.of(
+            "^model.tokenizer changes the tokenizer of a model's folder, and ^model.create makes its own; expected null"
         )
     if config.data.template and config.model.create is not None:
-        yield Problem(
-            ("data.template", "model.create"),
-            f"data.template={shown(config.data.template)} has no effect with model.create, whose chat template reads "
-            "no argument: leave it out, or name a model with model.path",
+        yield Problem.of(
+            f"^data.template={shown(config.data.template)} has no effect with ^model.create, whose chat template reads "
+            "no argument: leave it out, or name a model with model.path"
         )
 
 
@@ -219,10 +202,9 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
     if lora is None:
         return
     if not lora.target_modules and not lora.target_parameters:
-        yield Problem(
-            ("model.lora.target_modules",),
-            "model.lora.target_modules is empty, so nothing would be trained; expected all-linear, or names such as "
-            "[q_proj, v_proj]",
+        yield Problem.of(
+            "^model.lora.target_modules is empty, so nothing would be trained; expected all-linear, or names such as "
+            "[q_proj, v_proj]"
         )
     shape, targets = shape_of(config), known_adapter(lora).target_parameters
     if shape is not None and (unknown := [repr(one) for one in targets if not shape.has_experts(one)]):
@@ -232,18 +214,15 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
             have = (
                 f"no experts that are known; those of type {', '.join(MIXTURES)} have. Linear layers are target_modules"
             )
-        yield Problem(
-            (f"model.lora.{key}",), f"model.lora.{key}={shown(value)}: models of type {shape.model_type!r} have {have}"
-        )
+        yield Problem.of(f"^model.lora.{key}={shown(value)}: models of type {shape.model_type!r} have {have}")
     if lora.path is None:
         return
     for name, info in LoRAConfig.model_fields.items():
         value = getattr(lora, name)
         if name != "path" and value != info.default:
-            yield Problem(
-                (f"model.lora.{name}", "model.lora.path"),
-                f"model.lora.{name}={shown(value)} contradicts model.lora.path={lora.path!r}, where "
-                "adapter_config.json says it already; leave one of them out",
+            yield Problem.of(
+                f"^model.lora.{name}={shown(value)} contradicts ^model.lora.path={lora.path!r}, where "
+                "adapter_config.json says it already; leave one of them out"
             )
 
 
@@ -251,41 +230,35 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
     """Yield what does not fit together in the section `rollout`."""
     rollout = config.rollout
     if rollout.min_response_tokens > rollout.max_response_tokens:
-        yield Problem(
-            ("rollout.min_response_tokens", "rollout.max_response_tokens"),
-            f"rollout.min_response_tokens={rollout.min_response_tokens} is more than rollout.max_response_tokens="
-            f"{rollout.max_response_tokens}; expected at most that",
+        yield Problem.of(
+            f"^rollout.min_response_tokens={rollout.min_response_tokens} is more than "
+            f"^rollout.max_response_tokens={rollout.max_response_tokens}; expected at most that"
         )
     if "" in rollout.stop:
-        yield Problem(
-            ("rollout.stop",),
-            f"rollout.stop={list(rollout.stop)} has an empty text, which every response begins with; leave it out",
+        yield Problem.of(
+            f"^rollout.stop={list(rollout.stop)} has an empty text, which every response begins with; leave it out"
         )
     if rollout.top_k == 1 and rollout.group_size > 1:
-        yield Problem(
-            ("rollout.top_k", "rollout.group_size"),
-            f"rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (rollout.group_size) the same; "
-            "expected at least 2, or null",
+        yield Problem.of(
+            f"^rollout.top_k=1 makes the {rollout.group_size} rollouts of a prompt (^rollout.group_size) the same; "
+            "expected at least 2, or null"
         )
     if config.validation.temperature == 0 and config.validation.num_samples > 1:
-        yield Problem(
-            ("validation.num_samples", "validation.temperature"),
-            f"validation.num_samples={config.validation.num_samples}: with validation.temperature=0 all of them "
-            "are the same; set a temperature such as 0.6, or num_samples=1",
+        yield Problem.of(
+            f"^validation.num_samples={config.validation.num_samples}: with ^validation.temperature=0 all of them are "
+            "the same; set a temperature such as 0.6, or num_samples=1"
         )
     if 0 < config.validation.temperature < MIN_TEMPERATURE:
-        yield Problem(
-            ("validation.temperature",),
-            f"validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
-            f"{MIN_TEMPERATURE:g}; logits are divided by it",
+        yield Problem.of(
+            f"^validation.temperature={config.validation.temperature:g}: expected 0 (greedy) or at least "
+            f"{MIN_TEMPERATURE:g}; logits are divided by it"
         )
     if rollout.weights != "auto":
         yield from way_of_weights(config, TRANSPORT_KINDS[rollout.weights])
     if rollout.max_batch_rows < rollout.group_size:
-        yield Problem(
-            ("rollout.max_batch_rows", "rollout.group_size"),
-            f"rollout.max_batch_rows={rollout.max_batch_rows} is less than one group: expected at least "
-            f"rollout.group_size={rollout.group_size}",
+        yield Problem.of(
+            f"^rollout.max_batch_rows={rollout.max_batch_rows} is less than one group: expected at least "
+            f"^rollout.group_size={rollout.group_size}"
         )
     if rollout.cache_tokens is not None:
         yield from _cache(config, rollout.cache_tokens)
@@ -297,29 +270,25 @@ def _shaping(config: RunConfig) -> Iterator[Problem]:
     """Yield what does not fit together in what is done to scores and rows before they train."""
     rollout, (max_tokens, buffer_tokens) = config.rollout, config.overlong
     if max_tokens > rollout.max_response_tokens:
-        yield Problem(
-            ("reward.overlong.max_tokens", "rollout.max_response_tokens"),
-            f"reward.overlong.max_tokens={max_tokens} is never reached: no response is longer than "
-            f"rollout.max_response_tokens={rollout.max_response_tokens}; expected at most that, or null",
+        yield Problem.of(
+            f"^reward.overlong.max_tokens={max_tokens} is never reached: no response is longer than "
+            f"^rollout.max_response_tokens={rollout.max_response_tokens}; expected at most that, or null"
         )
     if buffer_tokens > max_tokens:
-        yield Problem(
-            ("reward.overlong.buffer_tokens", "reward.overlong.max_tokens", "rollout.max_response_tokens"),
-            f"reward.overlong.buffer_tokens={buffer_tokens} begins before the response does: the penalty is whole at "
-            f"{max_tokens} tokens (reward.overlong.max_tokens, or rollout.max_response_tokens); expected at most "
-            f"{max_tokens}, usually a fifth of it, or null",
+        yield Problem.of(
+            f"^reward.overlong.buffer_tokens={buffer_tokens} begins before the response does: the penalty is whole at "
+            f"{max_tokens} tokens (^reward.overlong.max_tokens, or ^rollout.max_response_tokens); expected at most "
+            f"{max_tokens}, usually a fifth of it, or null"
         )
     if rollout.dynamic_sampling == 0 and rollout.group_size == 1:
-        yield Problem(
-            ("rollout.dynamic_sampling", "rollout.group_size"),
-            "rollout.dynamic_sampling=0 with rollout.group_size=1 masks everything: the scores of a group of one "
-            "are all equal; expected null, or groups of at least 2, usually 8",
+        yield Problem.of(
+            "^rollout.dynamic_sampling=0 with ^rollout.group_size=1 masks everything: the scores of a group of one "
+            "are all equal; expected null, or groups of at least 2, usually 8"
         )
     if config.num_frozen_steps >= config.trainer.num_steps:
-        yield Problem(
-            ("critic.warmup_steps", "trainer.num_steps"),
-            f"critic.warmup_steps={config.num_frozen_steps} of trainer.num_steps={config.trainer.num_steps}: the actor "
-            f"would never learn; expected less than {config.trainer.num_steps}",
+        yield Problem.of(
+            f"^critic.warmup_steps={config.num_frozen_steps} of ^trainer.num_steps={config.trainer.num_steps}: the "
+            f"actor would never learn; expected less than {config.trainer.num_steps}"
         )
 
 
@@ -329,44 +298,38 @@ def _cache(config: RunConfig, cache_tokens: int) -> Iterator[Problem]:
     # A prompt and its response begin a block each; one more keeps the longest prompt below the longest row.
     least = (1 + sum(-(-longest // BLOCK_TOKENS) for longest in (prompt, response))) * BLOCK_TOKENS
     if config.rollout.engine == "hf":
-        yield Problem(
-            ("rollout.cache_tokens", "rollout.engine"),
-            f"rollout.cache_tokens={cache_tokens} has no effect: rollout.engine='hf' has no such cache; leave it out",
+        yield Problem.of(
+            f"^rollout.cache_tokens={cache_tokens} has no effect: ^rollout.engine='hf' has no such cache; leave it out"
         )
     elif config.rollout.engine == "native" and cache_tokens < least:
-        yield Problem(
-            ("rollout.cache_tokens", "data.max_prompt_tokens", "rollout.max_response_tokens"),
-            f"rollout.cache_tokens={cache_tokens} cannot hold one row of data.max_prompt_tokens={prompt} + "
-            f"rollout.max_response_tokens={response}, which lie in blocks of {BLOCK_TOKENS}; expected at least {least}",
+        yield Problem.of(
+            f"^rollout.cache_tokens={cache_tokens} cannot hold one row of ^data.max_prompt_tokens={prompt} + "
+            f"^rollout.max_response_tokens={response}, which lie in blocks of {BLOCK_TOKENS}; expected at least {least}"
         )
 
 
 def vllm_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what a run with rollout.engine=vllm cannot have."""
     if config.rollout.on_load == "keep":
-        yield Problem(
-            ("rollout.on_load", "rollout.engine"),
-            "rollout.on_load='keep' is for our own engine: with rollout.engine=vllm what responses under way have of "
-            "keys and values is computed again under new weights; leave it at recompute",
+        yield Problem.of(
+            "^rollout.on_load='keep' is for our own engine: with ^rollout.engine=vllm what responses under way have "
+            "of keys and values is computed again under new weights; leave it at recompute"
         )
     if config.rollout.schedule is not None:
-        yield Problem(
-            ("rollout.schedule", "rollout.engine"),
-            "rollout.schedule is for engines in our processes, whose steps can be repeated one by one; with "
-            "rollout.engine=vllm use none",
+        yield Problem.of(
+            "^rollout.schedule is for engines in our processes, whose steps can be repeated one by one; with "
+            "^rollout.engine=vllm use none"
         )
     if config.rollout.exact:
-        yield Problem(
-            ("rollout.exact", "rollout.engine"),
-            "rollout.exact=true is for our own engine: with rollout.engine=vllm the last bits of logits depend on "
-            "what else is in the batch; use rollout.engine=native",
+        yield Problem.of(
+            "^rollout.exact=true is for our own engine: with ^rollout.engine=vllm the last bits of logits depend on "
+            "what else is in the batch; use rollout.engine=native"
         )
     lora = config.model.lora and known_adapter(config.model.lora)
     if lora is not None and lora.rank > MOST_VLLM_RANK:
-        yield Problem(
-            ("model.lora.rank", "rollout.engine"),
-            f"model.lora.rank={lora.rank} is more than rollout.engine='vllm' has room for; expected at most "
-            f"{MOST_VLLM_RANK}, or rollout.engine=native",
+        yield Problem.of(
+            f"^model.lora.rank={lora.rank} is more than ^rollout.engine='vllm' has room for; expected at most "
+            f"{MOST_VLLM_RANK}, or rollout.engine=native"
         )
     if lora is not None and lora.target_parameters:
         yield Problem(
@@ -376,17 +339,15 @@ def vllm_problems(config: RunConfig) -> Iterator[Problem]:
             + ("" if lora.path else ", or model.lora.target_parameters=[]"),
         )
     if lora is not None and config.rollout.weights not in ("auto", FOLDER.name):
-        yield Problem(
-            ("rollout.weights", "rollout.engine"),
-            f"rollout.weights={config.rollout.weights!r}: with rollout.engine=vllm adapters take the way "
-            f"`{FOLDER.name}`; leave it at auto",
+        yield Problem.of(
+            f"^rollout.weights={config.rollout.weights!r}: with ^rollout.engine=vllm adapters take the way "
+            f"`{FOLDER.name}`; leave it at auto"
         )
     shape = shape_of(config)
     if shape is not None and config.cluster.device == "cpu" and shape.model_type in MIXTURES:
-        yield Problem(
-            ("rollout.engine", "cluster.device"),
-            f"rollout.engine='vllm' with cluster.device=cpu: experts of models of type {shape.model_type!r} are others "
-            "in vLLM 0.32 on processors than were published to it; use rollout.engine=native",
+        yield Problem.of(
+            f"^rollout.engine='vllm' with ^cluster.device=cpu: experts of models of type {shape.model_type!r} are "
+            "others in vLLM 0.32 on processors than were published to it; use rollout.engine=native"
         )
     if shape is not None and config.cluster.device == "cpu" and (unknown := shape.head_dims - set(_CPU_HEAD_DIMS)):
         made, fits = config.model.create, ", ".join(map(str, _CPU_HEAD_DIMS))

@@ -39,19 +39,17 @@ def check_correction(config: RunConfig) -> Iterator[Problem]:
     instead = "loss.name=clip" if loss.name == "decoupled" else "loss.anchor=old"
     anchored = _is_anchored(config)
     if weighs and anchored:
-        yield Problem(
-            ("correction", "loss"),
-            f"correction has {weighs[0].name}, but loss.name={loss.name} is weighed back to the sampler already: that "
-            f"counts the gap twice; expected masks only, or {instead}",
+        yield Problem.of(
+            f"^correction has {weighs[0].name}, but ^loss.name={loss.name} is weighed back to the sampler already: "
+            f"that counts the gap twice; expected masks only, or {instead}"
         )
     masks = [item for item in config.correction if isinstance(item, IcePopConfig | MaskConfig)]
     masks = [item.name for item in masks if isinstance(item, IcePopConfig) or item.level == "token"]
     if masks and loss.name in {"gspo", "gmpo"}:
-        yield Problem(
-            ("correction", "loss.name"),
-            f"correction has {masks[0]} by token, but loss.name={loss.name} has one ratio a row, in which tokens that "
-            "are masked still count; expected a mask of rows such as `{name: mask, level: geometric}`, a weight such "
-            "as `{name: tis}`, or loss.name=clip",
+        yield Problem.of(
+            f"^correction has {masks[0]} by token, but ^loss.name={loss.name} has one ratio a row, in which tokens "
+            "that are masked still count; expected a mask of rows such as `{name: mask, level: geometric}`, a "
+            "weight such as `{name: tis}`, or loss.name=clip"
         )
     if config.rollout.max_staleness and not (weighs and anchored):
         yield from (_unbounded if anchored else _uncorrected)(config)
@@ -100,38 +98,34 @@ def check_taught_correction(config: RunConfig) -> Iterator[Problem]:
         return
     if teachers.top_k is not None:
         if config.correction and not teachers.reward_coef:
-            yield Problem(
-                ("correction", "teacher.top_k"),
-                f"correction has no effect with teacher.loss={teachers.loss} and teacher.top_k={teachers.top_k}: the "
-                "loss of a place does not depend on the token that was sampled there; leave it out",
+            yield Problem.of(
+                f"^correction has no effect with teacher.loss={teachers.loss} and ^teacher.top_k={teachers.top_k}: the "
+                "loss of a place does not depend on the token that was sampled there; leave it out"
             )
         return
     staleness = config.rollout.max_staleness
     if staleness and not _are_bounded(_weighing(config)):
         with_rewards = " loss.name=clip" if teachers.reward_coef and _is_anchored(config) else ""
-        yield Problem(
-            ("rollout.max_staleness", "teacher.loss", "correction"),
-            f"rollout.max_staleness={staleness} trains on tokens that older weights have sampled, and with "
-            f"teacher.loss={teachers.loss} their gradient is not that of a divergence unless each is weighed back to "
-            f"its sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]'{with_rewards}, "
-            "teacher.loss=policy_gradient, or a teacher.top_k, which needs none",
+        yield Problem.of(
+            f"^rollout.max_staleness={staleness} trains on tokens that older weights have sampled, and with "
+            f"^teacher.loss={teachers.loss} their gradient is not that of a divergence unless each is weighed back to "
+            f"its sampler, by a weight of {_IN_BOUNDS}; expected '^correction=[{{name: tis, cap: "
+            f"2.0}}]'{with_rewards}, teacher.loss=policy_gradient, or a teacher.top_k, which needs none"
         )
 
 
 def _sound(config: RunConfig) -> Iterator[Problem]:
     """Yield two weights of one gap, and bounds that leave nothing."""
     if len(weighs := _weighing(config)) > 1:
-        yield Problem(
-            ("correction",),
-            f"correction has {' and '.join(item.name for item in weighs)}, and each weighs tokens with old / rollout: "
-            "that counts the gap twice; expected one of them, others may be masks",
+        yield Problem.of(
+            f"^correction has {' and '.join(item.name for item in weighs)}, and each weighs tokens with old / rollout: "
+            "that counts the gap twice; expected one of them, others may be masks"
         )
     for item in config.correction:
         if isinstance(item, TISConfig) and item.cap < 1:
-            yield Problem(
-                ("correction",),
-                f"correction: tis has cap={item.cap:g}, which weighs less what sampler and trainer agree on, whose "
-                "ratio is 1; expected at least 1, usually 2",
+            yield Problem.of(
+                f"^correction: tis has cap={item.cap:g}, which weighs less what sampler and trainer agree on, whose "
+                "ratio is 1; expected at least 1, usually 2"
             )
         if not isinstance(item, IcePopConfig | MaskConfig):
             continue
@@ -187,11 +181,10 @@ def _uncorrected(config: RunConfig) -> Iterator[Problem]:
     if config.correction:
         listed = ", ".join(f"{item.name} of up to {_most_weight(item):g}" for item in config.correction)
         found = f"and correction leaves everything as it is ({listed}, where a bound is {_IN_BOUNDS})"
-    yield Problem(
-        ("rollout.max_staleness", "loss.name", "correction"),
-        f"rollout.max_staleness={staleness} trains on rollouts of older weights, which loss.name={loss.name} takes "
+    yield Problem.of(
+        f"^rollout.max_staleness={staleness} trains on rollouts of older weights, which ^loss.name={loss.name} takes "
         f"for its own, {found}: such runs collapse; expected loss.name=decoupled, loss.name=dppo, or "
-        "'correction=[{name: tis, cap: 2.0}]'",
+        "'^correction=[{name: tis, cap: 2.0}]'"
     )
 
 
@@ -210,11 +203,10 @@ def _unbounded(config: RunConfig) -> Iterator[Problem]:
     masks = [item for item in config.correction if isinstance(item, MaskConfig) and item.level == "token"]
     if (most is None or most > _MOST_WEIGHT) and not any(item.high <= _MOST_WEIGHT for item in masks):
         value = loss.name if name == "loss.name" else "null" if most is None else f"{most:g}"
-        yield Problem(
-            (name, "rollout.max_staleness", "correction"),
-            f"{name}={value} lets a token weigh anything, and with rollout.max_staleness={staleness} old / rollout of "
-            f"a few can decide a step; expected a bound of {_IN_BOUNDS}: {instead}, or a mask by token such as "
-            "'correction=[{name: mask, high: 10}]'",
+        yield Problem.of(
+            f"^{name}={value} lets a token weigh anything, and with ^rollout.max_staleness={staleness} old / rollout "
+            f"of a few can decide a step; expected a bound of {_IN_BOUNDS}: {instead}, or a mask by token such as "
+            "'^correction=[{name: mask, high: 10}]'"
         )
 
 
@@ -226,10 +218,9 @@ def check_kl(config: RunConfig) -> Iterator[Problem]:
     estimator = kl.estimator_used
     keys = ("kl.estimator", "kl.placement", "kl.importance_corrected")
     if kl.importance_corrected and kl.placement == "reward":
-        yield Problem(
-            ("kl.importance_corrected", "kl.placement"),
-            "kl.importance_corrected=true corrects a gradient, and kl.placement=reward has none: the KL is part of the "
-            "advantages there; expected kl.importance_corrected=false, or kl.placement=loss",
+        yield Problem.of(
+            "^kl.importance_corrected=true corrects a gradient, and ^kl.placement=reward has none: the KL is part of "
+            "the advantages there; expected kl.importance_corrected=false, or kl.placement=loss"
         )
     elif kl.importance_corrected and estimator not in {"k1", "k3"}:
         yield Problem(
@@ -250,25 +241,22 @@ def check_kl(config: RunConfig) -> Iterator[Problem]:
             "the gradient of the KL there); expected k1, or kl.placement=loss",
         )
     if config.rollout.max_staleness and kl.placement == "loss" and not _is_weighed_back(config):
-        yield Problem(
-            ("rollout.max_staleness", "kl.placement", "correction", "loss.name"),
-            f"rollout.max_staleness={config.rollout.max_staleness} trains on tokens that older weights have sampled, "
-            "and with kl.placement=loss their gradient is not that of a divergence unless each is weighed back to its "
-            f"sampler, by a weight of {_IN_BOUNDS}; expected 'correction=[{{name: tis, cap: 2.0}}]', "
-            "loss.name=decoupled, loss.name=dppo, or kl.placement=reward",
+        yield Problem.of(
+            f"^rollout.max_staleness={config.rollout.max_staleness} trains on tokens that older weights have sampled, "
+            "and with ^kl.placement=loss their gradient is not that of a divergence unless each is weighed back to "
+            f"its sampler, by a weight of {_IN_BOUNDS}; expected '^correction=[{{name: tis, cap: 2.0}}]', "
+            "^loss.name=decoupled, loss.name=dppo, or kl.placement=reward"
         )
     if kl.adaptive is not None and kl.adaptive.horizon < config.num_rows:
-        yield Problem(
-            ("kl.adaptive.horizon", "rollout.num_prompts", "rollout.group_size"),
-            f"kl.adaptive.horizon={kl.adaptive.horizon} is less than the {config.num_rows} rollouts of a step "
-            f"(rollout.num_prompts={config.rollout.num_prompts} x rollout.group_size={config.rollout.group_size}): the "
-            f"coefficient would jump; expected at least {config.num_rows}, usually 50 times as many",
+        yield Problem.of(
+            f"^kl.adaptive.horizon={kl.adaptive.horizon} is less than the {config.num_rows} rollouts of a step "
+            f"(^rollout.num_prompts={config.rollout.num_prompts} x ^rollout.group_size={config.rollout.group_size}): "
+            f"the coefficient would jump; expected at least {config.num_rows}, usually 50 times as many"
         )
     if every is not None and every > config.trainer.num_steps:
-        yield Problem(
-            ("reference.refresh_every_steps", "trainer.num_steps"),
-            f"reference.refresh_every_steps={every} is more than trainer.num_steps={config.trainer.num_steps}, so the "
-            "reference would never be refreshed; expected less, or null",
+        yield Problem.of(
+            f"^reference.refresh_every_steps={every} is more than ^trainer.num_steps={config.trainer.num_steps}, so "
+            "the reference would never be refreshed; expected less, or null"
         )
 
 
@@ -276,11 +264,10 @@ def check_clipping(config: RunConfig) -> Iterator[Problem]:
     """Yield bounds that clip nothing or everything, and losses that do not go with the number of optimizer steps."""
     loss = config.loss
     if loss.name == "policy_gradient" and not config.updates_once:
-        yield Problem(
-            ("loss.name", "actor.num_epochs", "actor.num_mini_batches"),
-            "loss.name=policy_gradient is right for the first optimizer step of a batch alone, and "
-            f"actor.num_epochs={config.actor.num_epochs} x actor.num_mini_batches={config.actor.num_mini_batches} "
-            "are several; expected 1 of each, or loss.name=clip",
+        yield Problem.of(
+            "^loss.name=policy_gradient is right for the first optimizer step of a batch alone, and "
+            f"^actor.num_epochs={config.actor.num_epochs} x ^actor.num_mini_batches={config.actor.num_mini_batches} "
+            "are several; expected 1 of each, or loss.name=clip"
         )
     if loss.name == "kl_cov" and config.updates_once:
         yield Problem(
@@ -289,10 +276,9 @@ def check_clipping(config: RunConfig) -> Iterator[Problem]:
             "has; expected actor.num_mini_batches above 1, or loss.name=clip_cov",
         )
     if isinstance(loss, ClipCovConfig) and loss.covariance_low >= loss.covariance_high:
-        yield Problem(
-            ("loss.covariance_low", "loss.covariance_high"),
-            f"loss.covariance_low={loss.covariance_low:g} is not below "
-            f"loss.covariance_high={loss.covariance_high:g}, so no token is between them; expected 1 and 5, or so",
+        yield Problem.of(
+            f"^loss.covariance_low={loss.covariance_low:g} is not below "
+            f"^loss.covariance_high={loss.covariance_high:g}, so no token is between them; expected 1 and 5, or so"
         )
 
 

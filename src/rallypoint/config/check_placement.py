@@ -39,44 +39,39 @@ def roles_and_pools(config: RunConfig) -> Iterator[Problem]:
 def _placement(config: RunConfig) -> Iterator[Problem]:
     pools = config.cluster.pools
     if not pools:
-        yield Problem(("cluster.pools",), "cluster.pools is empty; expected at least one pool, such as {main: [1]}")
+        yield Problem.of("^cluster.pools is empty; expected at least one pool, such as {main: [1]}")
         return
     whole = True
     num_processes = sum(itertools.chain.from_iterable(pools.values()))
     if config.cluster.runtime == "inline" and num_processes > _MOST_INLINE:
-        yield Problem(
-            ("cluster.pools", "cluster.runtime"),
-            f"cluster.runtime=inline runs all {num_processes} processes of cluster.pools in one; expected at most "
-            f"{_MOST_INLINE}, or cluster.runtime=ray",
+        yield Problem.of(
+            f"^cluster.runtime=inline runs all {num_processes} processes of ^cluster.pools in one; expected at most "
+            f"{_MOST_INLINE}, or cluster.runtime=ray"
         )
     for name, nodes in pools.items():
         if not nodes or min(nodes) < 1:
             whole = False
-            yield Problem(
-                (f"cluster.pools.{name}",),
-                f"cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, "
-                "such as [2]",
+            yield Problem.of(
+                f"^cluster.pools.{name}={list(nodes)}: expected a process count of at least 1 for each node, such as "
+                "[2]"
             )
     for role, placement in config.roles.items():
         key = f"{role}.placement"
         if placement.pool not in pools:
-            yield Problem(
-                (f"{key}.pool", "cluster.pools"),
-                f"{key}.pool={placement.pool!r} is not in cluster.pools; expected one of {', '.join(pools)}",
+            yield Problem.of(
+                f"^{key}.pool={placement.pool!r} is not in ^cluster.pools; expected one of {', '.join(pools)}"
             )
         elif whole and placement.num_ranks is not None and placement.num_ranks > sum(pools[placement.pool]):
-            yield Problem(
-                (f"{key}.num_ranks", "cluster.pools"),
-                f"{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
-                f"(cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})",
+            yield Problem.of(
+                f"^{key}.num_ranks={placement.num_ranks} is more ranks than pool {placement.pool!r} has bundles "
+                f"(^cluster.pools.{placement.pool}={list(pools[placement.pool])} makes {sum(pools[placement.pool])})"
             )
     used = {placement.pool for placement in config.roles.values()}
     for name in pools:
         if name not in used:
-            yield Problem(
-                (f"cluster.pools.{name}",),
-                f"cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
-                f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out",
+            yield Problem.of(
+                f"^cluster.pools.{name}={list(pools[name])}: no role is placed on it (they are on "
+                f"{', '.join(sorted(used))}); place one with actor.placement.pool={name}, or leave the pool out"
             )
 
 
@@ -99,10 +94,9 @@ def _mesh(config: RunConfig) -> Iterator[Problem]:
                 f"sizes whose product divides {ranks}, or {larger}",
             )
         if sizes["dp_shard"] > 1 and config.cluster.runtime == "inline":
-            yield Problem(
-                (f"{role}.mesh.dp_shard", "cluster.runtime"),
-                f"{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and cluster.runtime=inline "
-                "has threads; use cluster.runtime=ray",
+            yield Problem.of(
+                f"^{role}.mesh.dp_shard={sizes['dp_shard']} needs a process for every rank, and "
+                "^cluster.runtime=inline has threads; use cluster.runtime=ray"
             )
 
 
@@ -117,41 +111,37 @@ def _server(config: RunConfig) -> Iterator[Problem]:
     pool = config.roles["rollout"].pool
     ends = itertools.accumulate(config.cluster.pools.get(pool, ()))  # of nodes, one of them between ranks of a server
     if config.devices_of_rollout == 1 and any(end % tp for end in ends if end < config.num_ranks("rollout")):
-        yield Problem(
-            ("rollout.mesh.tp", f"cluster.pools.{pool}"),
-            f"rollout.mesh.tp={tp} does not divide cluster.pools.{pool}={list(config.cluster.pools[pool])}: a vLLM "
+        yield Problem.of(
+            f"^rollout.mesh.tp={tp} does not divide ^cluster.pools.{pool}={list(config.cluster.pools[pool])}: a vLLM "
             f"server has the devices of {tp} processes of one node; expected a multiple of {tp} on each node, or a "
-            f"pool for rollouts alone, each process of which then has {tp} devices",
+            f"pool for rollouts alone, each process of which then has {tp} devices"
         )
     if (gpus := config.cluster.num_gpus_per_process) != 1 and config.cluster.device != "cpu":
-        yield Problem(
-            ("rollout.mesh.tp", "cluster.num_gpus_per_process"),
-            f"rollout.mesh.tp={tp} with cluster.num_gpus_per_process={gpus:g}; expected 1, so that a vLLM server has "
-            f"{tp} whole devices",
+        yield Problem.of(
+            f"^rollout.mesh.tp={tp} with ^cluster.num_gpus_per_process={gpus:g}; expected 1, so that a vLLM server has "
+            f"{tp} whole devices"
         )
     # vLLM copies heads of keys and values where there are too few, and cuts each expert.
     shared = {} if (shape := shape_of(config)) is None else shape.shared("tp")
     if misfit := misfit_of(tp, {what: num for what, num in shared.items() if what not in _CUT_OTHERWISE}):
-        yield Problem(("rollout.mesh.tp",), f"rollout.mesh.tp={misfit}")
+        yield Problem.of(f"^rollout.mesh.tp={misfit}")
 
 
 def _cut_rollouts(config: RunConfig, tp: int) -> Iterator[Problem]:
     """Yield what stands against ranks that sample together, each from its part of the model."""
     if config.rollout.engine != "native":
-        yield Problem(
-            ("rollout.mesh.tp", "rollout.engine"),
-            f"rollout.mesh.tp={tp}: rollout.engine={config.rollout.engine!r} has a whole model in every process; "
-            "expected rollout.engine=native or vllm, or rollout.mesh.tp=1",
+        yield Problem.of(
+            f"^rollout.mesh.tp={tp}: ^rollout.engine={config.rollout.engine!r} has a whole model in every process; "
+            "expected rollout.engine=native or vllm, or rollout.mesh.tp=1"
         )
     shape = shape_of(config)
     if not config.rollout_shares_actor and shape is not None:
         yield from _shared_model("rollout", MeshConfig(tp=tp), shape)
     for name, value in {"exact": config.rollout.exact, "router_replay": config.rollout.router_replay}.items():
         if value:
-            yield Problem(
-                (f"rollout.{name}", "rollout.mesh.tp"),
-                f"rollout.{name}=true with rollout.mesh.tp={tp}: ranks that sample together do not have that; expected "
-                f"rollout.{name}=false, or rollout.mesh.tp=1",
+            yield Problem.of(
+                f"^rollout.{name}=true with ^rollout.mesh.tp={tp}: ranks that sample together do not have that; "
+                f"expected rollout.{name}=false, or rollout.mesh.tp=1"
             )
 
 
@@ -160,10 +150,9 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
     if not config.engine.sleep:
         return
     if config.cluster.device == "cpu":
-        yield Problem(
-            ("engine.sleep", "cluster.device"),
-            "engine.sleep=true has nothing to gain with cluster.device=cpu, where weights lie in CPU memory already; "
-            "leave it at false",
+        yield Problem.of(
+            "^engine.sleep=true has nothing to gain with ^cluster.device=cpu, where weights lie in CPU memory "
+            "already; leave it at false"
         )
     elif not config.sleeping:
         yield Problem(
@@ -197,19 +186,17 @@ def _shared_models(config: RunConfig) -> Iterator[Problem]:
 
 def _shared_model(role: RoleName, mesh: MeshConfig, shape: ModelShape) -> Iterator[Problem]:
     if mesh.tp > 1 and shape.model_type not in FAMILIES:
-        yield Problem(
-            (f"{role}.mesh.tp",),
-            f"{role}.mesh.tp={mesh.tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
-            f"those of type {', '.join(FAMILIES)} can",
+        yield Problem.of(
+            f"^{role}.mesh.tp={mesh.tp}: models of type {shape.model_type!r} cannot be shared by tensor parallelism; "
+            f"those of type {', '.join(FAMILIES)} can"
         )
     elif mesh.ep > 1 and shape.model_type not in MIXTURES:
-        yield Problem(
-            (f"{role}.mesh.ep",),
-            f"{role}.mesh.ep={mesh.ep}: models of type {shape.model_type!r} have no experts to deal over ranks; those "
-            f"of type {', '.join(MIXTURES)} have. Use {role}.mesh.dp_shard or {role}.mesh.tp",
+        yield Problem.of(
+            f"^{role}.mesh.ep={mesh.ep}: models of type {shape.model_type!r} have no experts to deal over ranks; those "
+            f"of type {', '.join(MIXTURES)} have. Use {role}.mesh.dp_shard or {role}.mesh.tp"
         )
     elif misfit := misfit_of(mesh.tp, shape.shared("tp")):
-        yield Problem((f"{role}.mesh.tp",), f"{role}.mesh.tp={misfit}")
+        yield Problem.of(f"^{role}.mesh.tp={misfit}")
     elif misfit := misfit_of(mesh.ep, shape.shared("ep", mesh.tp)):
         yield Problem((f"{role}.mesh.ep", f"{role}.mesh.tp"), f"{role}.mesh.ep={misfit}")
     elif misfit := misfit_of(mesh.sp, shape.shared("sp", mesh.tp)):
@@ -226,64 +213,55 @@ def _routers(config: RunConfig) -> Iterator[Problem]:
     engine, shape = config.rollout.engine, shape_of(config)
     replays = config.rollout.router_replay and "rollout" in config.roles
     if replays and engine == "hf":
-        yield Problem(
-            ("rollout.router_replay", "rollout.engine"),
-            f"rollout.router_replay=true: rollout.engine={engine!r} does not say which experts it chose; expected "
-            "rollout.engine=native or vllm, or rollout.router_replay=false",
+        yield Problem.of(
+            f"^rollout.router_replay=true: ^rollout.engine={engine!r} does not say which experts it chose; expected "
+            "rollout.engine=native or vllm, or rollout.router_replay=false"
         )
     if replays and engine == "vllm" and config.rollout.max_staleness:
-        yield Problem(
-            ("rollout.router_replay", "rollout.engine", "rollout.max_staleness"),
-            "rollout.router_replay=true with rollout.max_staleness: where weights come in the middle of a response, "
-            "rollout.engine='vllm' says the experts of the newest for all tokens; expected rollout.engine=native",
+        yield Problem.of(
+            "^rollout.router_replay=true with ^rollout.max_staleness: where weights come in the middle of a response, "
+            "^rollout.engine='vllm' says the experts of the newest for all tokens; expected rollout.engine=native"
         )
     replay, coef, rate = "rollout.router_replay", "actor.router_aux_loss_coef", "actor.router_bias_update_rate"
     asked = {replay: replays, coef: config.actor.router_aux_loss_coef, rate: config.actor.router_bias_update_rate}
     for name, value in asked.items():
         if value and shape is not None and shape.model_type not in MIXTURES:
-            yield Problem(
-                (name,),
-                f"{name}={str(value).lower()}: models of type {shape.model_type!r} have no experts that are known; "
-                f"those of type {', '.join(MIXTURES)} have. Leave it out",
+            yield Problem.of(
+                f"^{name}={str(value).lower()}: models of type {shape.model_type!r} have no experts that are known; "
+                f"those of type {', '.join(MIXTURES)} have. Leave it out"
             )
         elif value and name == rate and shape is not None and shape.model_type not in BIASED:
-            yield Problem(
-                (name,),
-                f"{name}={value}: routers of models of type {shape.model_type!r} have no bias; those of type "
-                f"{', '.join(BIASED)} have. Leave it out; {coef} balances the experts of any mixture",
+            yield Problem.of(
+                f"^{name}={value}: routers of models of type {shape.model_type!r} have no bias; those of type "
+                f"{', '.join(BIASED)} have. Leave it out; {coef} balances the experts of any mixture"
             )
     if asked[rate] and config.model.lora is not None:
-        yield Problem(
-            (rate, "model.lora"),
-            f"{rate}={asked[rate]} contradicts model.lora, with which routers stay as they are; leave one of them out",
+        yield Problem.of(
+            f"^{rate}={asked[rate]} contradicts ^model.lora, with which routers stay as they are; leave one of them out"
         )
 
 
 def _cluster(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.address is not None and cluster.runtime == "inline":
-        yield Problem(
-            ("cluster.address", "cluster.runtime"),
-            f"cluster.address={cluster.address!r} contradicts cluster.runtime=inline, which runs everything in this "
-            "process; leave one of them out",
+        yield Problem.of(
+            f"^cluster.address={cluster.address!r} contradicts ^cluster.runtime=inline, which runs everything in this "
+            "process; leave one of them out"
         )
     if cluster.address is not None and not _is_address(cluster.address) and cluster.address != "auto":
-        yield Problem(
-            ("cluster.address",),
-            f"cluster.address={cluster.address!r}: expected auto, or the host:port of a running cluster's head, such "
-            "as 10.0.0.1:6379",
+        yield Problem.of(
+            f"^cluster.address={cluster.address!r}: expected auto, or the host:port of a running cluster's head, such "
+            "as 10.0.0.1:6379"
         )
     if cluster.rendezvous == "ray" and cluster.runtime == "inline":
-        yield Problem(
-            ("cluster.rendezvous", "cluster.runtime"),
-            "cluster.rendezvous=ray contradicts cluster.runtime=inline, which has no Ray; leave it at auto",
+        yield Problem.of(
+            "^cluster.rendezvous=ray contradicts ^cluster.runtime=inline, which has no Ray; leave it at auto"
         )
     kind = cluster.rendezvous
     if kind not in ("auto", "ray", "tcp") and not kind.startswith(("http://", "https://")):
-        yield Problem(
-            ("cluster.rendezvous",),
-            f"cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
-            "http://10.0.0.1:2379",
+        yield Problem.of(
+            f"^cluster.rendezvous={kind!r}: expected auto, ray, tcp, or the URL of an etcd server, such as "
+            "http://10.0.0.1:2379"
         )
 
 
@@ -297,35 +275,30 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     gpus = cluster.num_gpus_per_process
     if gpus > 1 and gpus % 1:
-        yield Problem(
-            ("cluster.num_gpus_per_process",),
-            f"cluster.num_gpus_per_process={gpus:g}: expected a whole number, or a fraction below 1 to share a GPU",
+        yield Problem.of(
+            f"^cluster.num_gpus_per_process={gpus:g}: expected a whole number, or a fraction below 1 to share a GPU"
         )
     if config.engine.activations == "offload" and cluster.device == "cpu":
-        yield Problem(
-            ("engine.activations", "cluster.device"),
-            "engine.activations='offload' has nothing to gain with cluster.device=cpu, where activations lie in CPU "
-            "memory already; expected checkpoint or keep",
+        yield Problem.of(
+            "^engine.activations='offload' has nothing to gain with ^cluster.device=cpu, where activations lie in CPU "
+            "memory already; expected checkpoint or keep"
         )
     offload = config.engine.offload
     if offload != "nothing" and cluster.device == "cpu":
-        yield Problem(
-            ("engine.offload", "cluster.device"),
-            f"engine.offload={offload!r} has nothing to gain with cluster.device=cpu, where the optimizer's state lies "
-            "in CPU memory already; expected nothing",
+        yield Problem.of(
+            f"^engine.offload={offload!r} has nothing to gain with ^cluster.device=cpu, where the optimizer's state "
+            "lies in CPU memory already; expected nothing"
         )
     for role in config.learners:
         if offload == "optimizer_and_gradients" and (num := config.mesh(role)["dp_shard"]) > 1:
-            yield Problem(
-                ("engine.offload", f"{role}.mesh.dp_shard"),
-                f"engine.offload={offload!r} with {role}.mesh.dp_shard={num}: gradients of a rank's part of the model "
-                f"stay on its device; expected optimizer, or {role}.mesh.dp_shard=1",
+            yield Problem.of(
+                f"^engine.offload={offload!r} with ^{role}.mesh.dp_shard={num}: gradients of a rank's part of the "
+                f"model stay on its device; expected optimizer, or {role}.mesh.dp_shard=1"
             )
     if ":" in cluster.device:
-        yield Problem(
-            ("cluster.device",),
-            f"cluster.device={cluster.device!r}: expected the kind alone, such as {cluster.device.split(':')[0]}; "
-            "which one a process takes is decided by its place (CUDA_VISIBLE_DEVICES hides some)",
+        yield Problem.of(
+            f"^cluster.device={cluster.device!r}: expected the kind alone, such as {cluster.device.split(':')[0]}; "
+            "which one a process takes is decided by its place (CUDA_VISIBLE_DEVICES hides some)"
         )
     if cluster.device == "cuda":
         yield from _inline_processes(config)
@@ -335,10 +308,9 @@ def _devices(config: RunConfig) -> Iterator[Problem]:
 def _inline_processes(config: RunConfig) -> Iterator[Problem]:
     num_processes = sum(map(sum, config.cluster.pools.values()))
     if config.cluster.runtime == "inline" and num_processes > 1:
-        yield Problem(
-            ("cluster.runtime", "cluster.pools", "cluster.device"),
-            f"cluster.runtime=inline with cluster.device=cuda: the {num_processes} processes of cluster.pools would be "
-            "threads on one GPU, where NCCL refuses several ranks; use cluster.runtime=ray, or one process",
+        yield Problem.of(
+            f"^cluster.runtime=inline with ^cluster.device=cuda: the {num_processes} processes of ^cluster.pools would "
+            "be threads on one GPU, where NCCL refuses several ranks; use cluster.runtime=ray, or one process"
         )
 
 
@@ -371,21 +343,18 @@ def way_of_weights(config: RunConfig, kind: TransportKind) -> Iterator[Problem]:
             "pool; leave it at auto",
         )
     elif kind != FOLDER and config.rollout.mesh.tp > 1 and config.rollout.engine == "native":
-        yield Problem(
-            ("rollout.weights", "rollout.mesh.tp"),
-            f"rollout.weights={way!r} carries whole weights, and rollout.mesh.tp={config.rollout.mesh.tp} leaves each "
-            "rank a part of them; expected auto or folder",
+        yield Problem.of(
+            f"^rollout.weights={way!r} carries whole weights, and ^rollout.mesh.tp={config.rollout.mesh.tp} leaves "
+            "each rank a part of them; expected auto or folder"
         )
     elif kind.of_devices and config.cluster.device == "cpu":
-        yield Problem(
-            ("rollout.weights", "cluster.device"),
-            f"rollout.weights={way!r} shares the memory of accelerators, and cluster.device=cpu has none; "
-            "expected auto or memory",
+        yield Problem.of(
+            f"^rollout.weights={way!r} shares the memory of accelerators, and ^cluster.device=cpu has none; expected "
+            "auto or memory"
         )
     elif kind.within_node and any(len(nodes) > 1 for nodes in pools.values()):
         name = next(name for name, nodes in pools.items() if len(nodes) > 1)
-        yield Problem(
-            ("rollout.weights", f"cluster.pools.{name}"),
-            f"rollout.weights={way!r} leads from process to process of one node, but cluster.pools.{name}="
-            f"{list(pools[name])} has {len(pools[name])}; expected auto, broadcast or folder",
+        yield Problem.of(
+            f"^rollout.weights={way!r} leads from process to process of one node, but "
+            f"^cluster.pools.{name}={list(pools[name])} has {len(pools[name])}; expected auto, broadcast or folder"
         )

@@ -26,35 +26,30 @@ def _keys(config: RunConfig) -> Iterator[Problem]:
     staleness, widest = rollout.max_staleness, rollout.max_staleness * rollout.num_prompts + 1
     if rollout.window > widest:
         needed = -(-(rollout.window - 1) // rollout.num_prompts)
-        yield Problem(
-            ("rollout.window", "rollout.max_staleness", "rollout.num_prompts"),
-            f"rollout.window={rollout.window} leaves fewer than rollout.num_prompts={rollout.num_prompts} groups under "
-            f"way, as each prompt of it is one less: expected at most {widest} with rollout.max_staleness={staleness}, "
-            f"or rollout.max_staleness={needed}",
+        yield Problem.of(
+            f"^rollout.window={rollout.window} leaves fewer than ^rollout.num_prompts={rollout.num_prompts} groups "
+            f"under way, as each prompt of it is one less: expected at most {widest} with "
+            f"^rollout.max_staleness={staleness}, or rollout.max_staleness={needed}"
         )
     if rollout.schedule is not None and not staleness:
-        yield Problem(
-            ("rollout.schedule", "rollout.max_staleness"),
-            "rollout.schedule repeats a run that samples ahead, but rollout.max_staleness=0 samples and trains in "
-            "turns, the same each time; leave it out, or set rollout.max_staleness to that of its run",
+        yield Problem.of(
+            "^rollout.schedule repeats a run that samples ahead, but ^rollout.max_staleness=0 samples and trains in "
+            "turns, the same each time; leave it out, or set rollout.max_staleness to that of its run"
         )
     if staleness and rollout.serve is not None:
-        yield Problem(
-            ("rollout.serve", "rollout.max_staleness"),
-            f"rollout.serve={rollout.serve}: requests from outside are sampled while training samples nothing, which "
-            f"with rollout.max_staleness={staleness} hardly ever happens; expected null, or rollout.max_staleness=0",
+        yield Problem.of(
+            f"^rollout.serve={rollout.serve}: requests from outside are sampled while training samples nothing, which "
+            f"with ^rollout.max_staleness={staleness} hardly ever happens; expected null, or rollout.max_staleness=0"
         )
     if rollout.on_load == "keep" and not staleness and rollout.engine != "vllm":  # refused for another reason
-        yield Problem(
-            ("rollout.on_load", "rollout.max_staleness"),
-            "rollout.on_load='keep' has no effect: with rollout.max_staleness=0 no response is under way when weights "
-            "arrive; leave it out, or set rollout.max_staleness",
+        yield Problem.of(
+            "^rollout.on_load='keep' has no effect: with ^rollout.max_staleness=0 no response is under way when "
+            "weights arrive; leave it out, or set rollout.max_staleness"
         )
     elif rollout.on_load == "keep" and rollout.engine == "hf":
-        yield Problem(
-            ("rollout.on_load", "rollout.engine"),
-            "rollout.on_load='keep' has no effect: rollout.engine='hf' keeps no keys and values from step to step that "
-            "new weights could go on with; leave it out, or use rollout.engine=native",
+        yield Problem.of(
+            "^rollout.on_load='keep' has no effect: ^rollout.engine='hf' keeps no keys and values from step to step "
+            "that new weights could go on with; leave it out, or use rollout.engine=native"
         )
 
 

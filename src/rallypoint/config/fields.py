@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _MAX_SHOWN = 120
+_MARKED = re.compile(r"\^([a-z]\w*(?:\.[\w-]+)*)")
 
 # YAML has lists only: a tuple is made from one, though all other types are taken strictly.
 Texts = Annotated[
@@ -30,6 +32,15 @@ class Problem:
     """Whether the first key is required and was not set: what is the user's to say, as in a shipped recipe."""
     is_local: bool = False
     """Whether it says only what this machine lacks, such as a file or a package, which another machine may have."""
+
+    @classmethod
+    def of(cls, text: str, *, is_missing: bool = False, is_local: bool = False) -> Problem:
+        """Return the problem of a text in which each key that it follows from has a ^ before it, once.
+
+        >>> Problem.of("^rollout.top_k=1 makes all rollouts of ^rollout.group_size the same").keys
+        ('rollout.top_k', 'rollout.group_size')
+        """
+        return cls(tuple(_MARKED.findall(text)), _MARKED.sub(r"\1", text), is_missing, is_local)
 
 
 class Section(BaseModel):

@@ -116,28 +116,24 @@ def _check_advantage(config: RunConfig) -> Iterator[Problem]:
     name, size, here = config.advantage.name, config.rollout.group_size, RECIPES[config.recipe]
     if name not in here.advantages:
         others = [spec.name for spec in RECIPES.values() if name in spec.advantages]
-        yield Problem(
-            ("advantage.name", "recipe"),
-            f"advantage.name={name!r} is not computed by recipe={config.recipe}: set recipe={' or '.join(others)}, or "
-            f"take {' or '.join(here.advantages)}",
+        yield Problem.of(
+            f"^advantage.name={name!r} is not computed by ^recipe={config.recipe}: set recipe={' or '.join(others)}, "
+            f"or take {' or '.join(here.advantages)}"
         )
     elif size == 1 and name in COMPARES_GROUP:
-        yield Problem(
-            ("rollout.group_size", "advantage.name"),
-            f"rollout.group_size=1: advantage.name={name!r} compares the rollouts of a group, and a group of one has "
-            "nothing to compare; expected at least 2, usually 8, or advantage.name=reinforce_plus_plus",
+        yield Problem.of(
+            f"^rollout.group_size=1: ^advantage.name={name!r} compares the rollouts of a group, and a group of one has "
+            "nothing to compare; expected at least 2, usually 8, or advantage.name=reinforce_plus_plus"
         )
     elif name == "gdpo" and len(config.reward.weights) < 2:
-        yield Problem(
-            ("reward.functions", "advantage.name"),
-            f"advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
-            "expected at least 2 in reward.functions and reward.models; with one take advantage.name=grpo",
+        yield Problem.of(
+            f"^advantage.name=gdpo normalises several rewards apart, and the run has {len(config.reward.weights)}; "
+            "expected at least 2 in ^reward.functions and reward.models; with one take advantage.name=grpo"
         )
     elif config.advantage.name == "pass_at_k" and config.advantage.k > size:
-        yield Problem(
-            ("advantage.k", "rollout.group_size"),
-            f"advantage.k={config.advantage.k} is more than the rollouts of a group, rollout.group_size={size}; "
-            f"expected at most {size}",
+        yield Problem.of(
+            f"^advantage.k={config.advantage.k} is more than the rollouts of a group, ^rollout.group_size={size}; "
+            f"expected at most {size}"
         )
     else:
         yield from _check_penalties(config)
@@ -202,18 +198,16 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
     """Yield what cannot be combined with dynamic sampling or over-sampling."""
     rollout = config.rollout
     if rollout.over_sampling is not None and rollout.over_sampling <= rollout.num_prompts:
-        yield Problem(
-            ("rollout.over_sampling", "rollout.num_prompts"),
-            f"rollout.over_sampling={rollout.over_sampling} leaves nothing over beside "
-            f"rollout.num_prompts={rollout.num_prompts}: it counts all prompts that are sampled for a step; expected "
-            f"more, such as {rollout.num_prompts + -(-rollout.num_prompts // 4)}, or null",
+        yield Problem.of(
+            f"^rollout.over_sampling={rollout.over_sampling} leaves nothing over beside "
+            f"^rollout.num_prompts={rollout.num_prompts}: it counts all prompts that are sampled for a step; expected "
+            f"more, such as {rollout.num_prompts + -(-rollout.num_prompts // 4)}, or null"
         )
     if rollout.over_sampling is not None and rollout.max_staleness:
-        yield Problem(
-            ("rollout.over_sampling", "rollout.max_staleness"),
-            f"rollout.over_sampling={rollout.over_sampling} does not go with "
-            f"rollout.max_staleness={rollout.max_staleness}: a run that samples ahead lets its steps pass long "
-            "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0",
+        yield Problem.of(
+            f"^rollout.over_sampling={rollout.over_sampling} does not go with "
+            f"^rollout.max_staleness={rollout.max_staleness}: a run that samples ahead lets its steps pass long "
+            "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0"
         )
     if rollout.episode is not None:
         for clash, why in find_episode_clashes(config, rollout.own_episode or "of tools").items():
@@ -229,34 +223,30 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
     }
     for key, (clash, why) in clashes.items():
         if clash:
-            yield Problem(
-                ("rollout.dynamic_sampling", key),
-                f"rollout.dynamic_sampling={rollout.dynamic_sampling} does not go with this {key}: {why}, or "
-                "rollout.dynamic_sampling=null",
+            yield Problem.of(
+                f"^rollout.dynamic_sampling={rollout.dynamic_sampling} does not go with this ^{key}: {why}, or "
+                "rollout.dynamic_sampling=null"
             )
 
 
 def _check_teacher(config: RunConfig) -> Iterator[Problem]:
     """Yield a teacher that is missing, and an advantage or a loss that has no rewards to compare."""
     if config.loss.name in {"clip_cov", "kl_cov"}:
-        yield Problem(
-            ("loss.name",),
-            f"loss.name={config.loss.name} chooses tokens by the rewards of a step, and recipe={config.recipe} learns "
-            "from a teacher; expected loss.name=clip",
+        yield Problem.of(
+            f"^loss.name={config.loss.name} chooses tokens by the rewards of a step, and recipe={config.recipe} learns "
+            "from a teacher; expected loss.name=clip"
         )
     if not config.teachers.paths and config.teachers.hint is None:
-        yield Problem(
-            ("teacher.path",),
-            "teacher.path: required, but not set; expected the Hugging Face folder of a language model with the "
+        yield Problem.of(
+            "^teacher.path: required, but not set; expected the Hugging Face folder of a language model with the "
             "policy's tokenizer, a URL that serves one, teacher.by_source with one for each data_source, or "
             "teacher.hint alone",
             is_missing=True,
         )
     hint = config.teachers.hint or ""
     if config.teachers.hint is not None and "{ground_truth}" not in hint and "{feedback}" not in hint:
-        yield Problem(
-            ("teacher.hint",),
-            f"teacher.hint={hint!r} says the same of every prompt; expected {{ground_truth}} or {{feedback}} in it",
+        yield Problem.of(
+            f"^teacher.hint={hint!r} says the same of every prompt; expected {{ground_truth}} or {{feedback}} in it"
         )
     if "{feedback}" in hint and not config.reward.all_functions:
         yield Problem(
@@ -265,10 +255,9 @@ def _check_teacher(config: RunConfig) -> Iterator[Problem]:
             'that returns {"score": 0.5, "feedback": "..."}',
         )
     if config.teachers.top_k is not None and config.teachers.loss == "policy_gradient":
-        yield Problem(
-            ("teacher.top_k", "teacher.loss"),
-            f"teacher.top_k={config.teachers.top_k} has no effect with teacher.loss=policy_gradient, whose advantage "
-            "is that of the sampled token; expected null, or teacher.loss=reverse, forward or mixed",
+        yield Problem.of(
+            f"^teacher.top_k={config.teachers.top_k} has no effect with ^teacher.loss=policy_gradient, whose advantage "
+            "is that of the sampled token; expected null, or teacher.loss=reverse, forward or mixed"
         )
     if config.teachers.urls and config.temperature != 1.0:
         yield Problem(

@@ -138,10 +138,9 @@ def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     if config.cluster.address is not None and not machine.is_cluster:
         return
     if device != "cpu" and not machine.accelerators:
-        yield Problem(
-            ("cluster.device",),
-            f"cluster.device={device}: torch finds no such device on this machine ({machine.complaint}); set "
-            "cluster.device=cpu, or join a cluster that has some with cluster.address",
+        yield Problem.of(
+            f"^cluster.device={device}: torch finds no such device on this machine ({machine.complaint}); set "
+            "cluster.device=cpu, or join a cluster that has some with cluster.address"
         )
         return
     if config.cluster.runtime == "inline":
@@ -156,7 +155,7 @@ def machine_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     each = {name: amount / machine.num_nodes for name, amount in offers.items()}
     here = [Node("this machine", each)] * machine.num_nodes
     if problem := misfit(pools, here):
-        yield Problem(("cluster.pools",), f"cluster.pools: {problem}\n{advice(pools, here, is_local=True)}")
+        yield Problem.of(f"^cluster.pools: {problem}\n{advice(pools, here, is_local=True)}")
 
 
 def memory_problems(config: RunConfig, plan: RunPlan, machine: Machine) -> Iterator[Problem]:

@@ -30,42 +30,39 @@ def model_problems(name: str, path: str) -> Iterator[Problem]:
     folder = Path(path).expanduser()
     if is_hub_name(path) or is_url(path):
         if is_url(path) and (problem := check_url(path)) is not None:
-            yield Problem((name,), f"{name}={path!r}: {problem}", is_local=True)
+            yield Problem.of(f"^{name}={path!r}: {problem}", is_local=True)
         return
     if not folder.is_dir():
         what = " is a file, expected a folder" if folder.exists() else f": no such folder (looked in {Path.cwd()})"
-        yield Problem(
-            (name,),
-            f"{name}={path!r}{what}; a Hugging Face folder has config.json and *.safetensors",
+        yield Problem.of(
+            f"^{name}={path!r}{what}; a Hugging Face folder has config.json and *.safetensors",
             is_local=not folder.exists(),
         )
         return
     config = folder / "config.json"
     if (folder / "adapter_config.json").is_file() and not config.is_file():
-        yield Problem(
-            (name,),
-            f"{name}={path!r} is an adapter, not a model: train it further with model.lora.path, on the model that it "
-            "was made for, or merge it into that model with `rally export`",
+        yield Problem.of(
+            f"^{name}={path!r} is an adapter, not a model: train it further with model.lora.path, on the model that it "
+            "was made for, or merge it into that model with `rally export`"
         )
         return
     if not config.is_file():
-        yield Problem((name,), f"{name}={path!r}: {_no_model(path)}")
+        yield Problem.of(f"^{name}={path!r}: {_no_model(path)}")
         return
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        yield Problem((name,), f"{name}={path!r}: config.json is not valid JSON ({error})")
+        yield Problem.of(f"^{name}={path!r}: config.json is not valid JSON ({error})")
         return
     if not isinstance(content, dict) or "model_type" not in content:
-        yield Problem((name,), f"{name}={path!r}: config.json has no model_type, so transformers cannot load it")
+        yield Problem.of(f"^{name}={path!r}: config.json has no model_type, so transformers cannot load it")
         return
     if wrong := [f"{size}={content[size]!r}" for size in SIZES if size in content and not _is_size(content[size])]:
-        yield Problem(
-            (name,), f"{name}={path!r}: config.json has {', '.join(wrong)}; expected whole numbers of at least 1"
-        )
+        yield Problem.of(f"^{name}={path!r}: config.json has {', '.join(wrong)}; expected whole numbers of at least 1")
     if not any(folder.glob("*.safetensors")):
-        yield Problem(
-            (name,), f"{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)", is_local=True
+        yield Problem.of(
+            f"^{name}={path!r}: no *.safetensors in it (pickled .bin weights are not loaded)",
+            is_local=True,
         )
 
 
@@ -95,20 +92,18 @@ def adapter_problems(name: str, path: str, model: str | None) -> Iterator[Proble
     folder = Path(path).expanduser()
     missing = [file for file in ("adapter_config.json", "adapter_model.safetensors") if not (folder / file).is_file()]
     if not folder.is_dir():
-        yield Problem(
-            (name,),
-            f"{name}={path!r}: no such folder (looked in {Path.cwd()}); expected one that PEFT saved",
+        yield Problem.of(
+            f"^{name}={path!r}: no such folder (looked in {Path.cwd()}); expected one that PEFT saved",
             is_local=not folder.exists(),
         )
     elif missing:
-        yield Problem((name,), f"{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
+        yield Problem.of(f"^{name}={path!r}: not an adapter in PEFT's format, it lacks {' and '.join(missing)}")
     elif model is not None and (base := _base_of(folder)) is not None:
         ours, theirs = read_shape(model), read_shape(base)
         if ours is not None and theirs is not None and ours.model_type != theirs.model_type:
-            yield Problem(
-                (name, "model.path"),
-                f"{name}={path!r} was made for {base!r}, of type {theirs.model_type!r}, but model.path={model!r} is of "
-                f"type {ours.model_type!r}; expected an adapter of that model",
+            yield Problem.of(
+                f"^{name}={path!r} was made for {base!r}, of type {theirs.model_type!r}, but ^model.path={model!r} is "
+                f"of type {ours.model_type!r}; expected an adapter of that model"
             )
 
 

@@ -100,9 +100,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _cache(config)
     yield from _schedule(config)
     if config.cluster.runtime == "ray" and (problem := find_missing("ray", "ray")) is not None:
-        yield Problem(
-            ("cluster.runtime",),
-            f"cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
+        yield Problem.of(
+            f"^cluster.runtime=ray {problem}, or run everything in one process with cluster.runtime=inline",
             is_local=True,
         )
     own = config.rollout.own_episode
@@ -110,12 +109,12 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     for key, value in (("rollout.serve", config.rollout.serve), ("rollout.episode", episode)):
         for name in ("starlette", "uvicorn") if value is not None else ():
             if (problem := find_unusable(name, "serve")) is not None:
-                yield Problem((key,), f"{key}={value} {problem}", is_local=True)
+                yield Problem.of(f"^{key}={value} {problem}", is_local=True)
     if config.rollout.engine in BUILDS:
         try:
             find_engine(config.rollout.engine)
         except EngineError as error:
-            yield Problem(("rollout.engine",), f"rollout.engine={config.rollout.engine!r}: {error}", is_local=True)
+            yield Problem.of(f"^rollout.engine={config.rollout.engine!r}: {error}", is_local=True)
     yield from _functions(config)
     wrong = [
         f"{name} {problem}"
@@ -124,11 +123,11 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     ]
     yield from (Problem(("tracking.to",), f"tracking: {problem}", is_local=True) for problem in wrong)
     if is_url(config.trainer.runs_dir) and (problem := check_url(config.trainer.runs_dir)) is not None:
-        yield Problem(("trainer.runs_dir",), f"trainer.runs_dir: {problem}", is_local=True)
+        yield Problem.of(f"^trainer.runs_dir: {problem}", is_local=True)
     yield from _runs_dir(config.trainer.local_dir)
     name = config.trainer.name
     if name is not None and (Path(name).name != name or name.startswith(".") or not name.isprintable() or not name):
-        yield Problem(("trainer.name",), f"trainer.name={name!r}: expected a plain folder name without `/`")
+        yield Problem.of(f"^trainer.name={name!r}: expected a plain folder name without `/`")
 
 
 def _functions(config: RunConfig) -> Iterator[Problem]:
@@ -136,11 +135,11 @@ def _functions(config: RunConfig) -> Iterator[Problem]:
         if (problem := check_reward_spec(one.function, one.parameters)) is not None:
             key = "reward.function" if one.function == config.reward.function else "reward.functions"
             lacks = one.function in NEEDS and find_unusable(*NEEDS[one.function]) is not None
-            yield Problem((key,), f"{key}={one.function!r}: {problem}", is_local=lacks or not _is_here(one.function))
+            yield Problem.of(f"^{key}={one.function!r}: {problem}", is_local=lacks or not _is_here(one.function))
     episode = config.rollout.own_episode
     check = check_agent_spec if episode is not None and is_agent(episode) else check_episode_spec
     if episode is not None and (problem := check(episode)) is not None:
-        yield Problem(("rollout.episode",), f"rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
+        yield Problem.of(f"^rollout.episode={episode!r}: {problem}", is_local=not _is_here(episode))
     for at, one in enumerate(config.rollout.tools):
         where = f"rollout.episode.tools[{at}]"
         if (problem := check_tool(one.function, one.parameters)) is not None:
@@ -219,9 +218,8 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
         return
     each, there = cache_bytes_per_token(config, shape), memory_bytes()
     if num_tokens * each > there:
-        yield Problem(
-            ("rollout.cache_tokens",),
-            f"rollout.cache_tokens={num_tokens}: the keys and values of {num_tokens:,} tokens take "
+        yield Problem.of(
+            f"^rollout.cache_tokens={num_tokens}: the keys and values of {num_tokens:,} tokens take "
             f"{num_tokens * each / 2**20:,.0f} MiB, but this machine has {there / 2**20:,.0f} MiB; expected at most "
             f"{there // each}, and much fewer than all rows have will do: those that find no memory wait",
             is_local=True,
@@ -250,7 +248,7 @@ def _data(name: str, config: RunConfig) -> Iterator[Problem]:
                 problem = str(error)
         if problem is not None:
             lacks = is_local(dataset.path) and not Path(dataset.path).expanduser().exists()
-            yield Problem((name,), f"{name}: {problem}", is_local=lacks)
+            yield Problem.of(f"^{name}: {problem}", is_local=lacks)
 
 
 def find_wanted(recipe: str, overrides: Sequence[str], *, say: Callable[[str], None]) -> tuple[LoadedConfig, RunFolder]:
