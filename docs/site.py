@@ -18,8 +18,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from rallypoint.cli.main import app
-from rallypoint.config import RunConfig, describe, expected, leaves, shipped_recipes, shown
+from rallypoint.config import RunConfig, leaves, shipped_recipes, shown
 from rallypoint.config.fields import sections_in
+from rallypoint.config.load import expected
+from rallypoint.config.source import describe
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "repository"

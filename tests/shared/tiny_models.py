@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
-from rallypoint.config import Architecture
+from rallypoint.config.sections.material import Architecture
 from rallypoint.data import make_digits_tokenizer, save_tokenizer
 from rallypoint.model_files import create_model
 

@@ -13,23 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rallypoint.config import (
-    LoadedConfig,
-    RunConfig,
-    describe,
-    expected,
-    leaves,
-    read,
-    shipped_recipes,
-    shown,
-    unread_sections,
-    values_of,
-    why_unread,
-)
+from rallypoint.config import LoadedConfig, RunConfig, leaves, read, shipped_recipes, shown, values_of
 from rallypoint.config.check_algorithm import note_ratios
 from rallypoint.config.fields import section_of, sections_in
-from rallypoint.config.load import AUTOMATICALLY
+from rallypoint.config.load import AUTOMATICALLY, expected
+from rallypoint.config.source import describe
 from rallypoint.config.transport import describe_transport, transport_kind
+from rallypoint.config.unread import unread_sections, why_unread
 from rallypoint.display.text import clean
 from rallypoint.display.theme import LEVELS, PALETTE
 from rallypoint.environments.reward import SHIPPED

@@ -163,20 +163,11 @@ def _sleep(config: RunConfig) -> Iterator[Problem]:
 
 def _shared_models(config: RunConfig) -> Iterator[Problem]:
     """Yield numbers of ranks that cannot share a model; nothing while its sizes are not known, as on the hub."""
-    meshes: dict[RoleName, MeshConfig] = {
-        "actor": config.actor.mesh,
-        "critic": config.critic.mesh or MeshConfig(),
-        "reference": config.reference.mesh or MeshConfig(),
-        "reward": config.reward.mesh or MeshConfig(),
-        "teacher": config.teachers.mesh or MeshConfig(),
-    }
-    for role, mesh in meshes.items():
-        if role not in config.roles:
-            continue
+    for role in config.roles:
         own = config.critic.path if role == "critic" else None  # the plan takes it to be of the actor's shape
         for shape in role_shapes(config, role) if own is None else (read_shape(own),):
-            if shape is not None:
-                yield from _shared_model(role, mesh, shape)
+            if shape is not None and role != "rollout":
+                yield from _shared_model(role, config.mesh_of(role), shape)
     shape = shape_of(config)
     if shape is not None and config.rollout.exact:
         for why in filter(None, (mixer.inexact for mixer in shape.mixers)):

@@ -355,7 +355,7 @@ class RunConfig(Section):
     @property
     def reference_shares_actor(self) -> bool:
         """Whether every reference rank lives in a process that has an actor rank, whose frozen weights it uses."""
-        meshes = (self.actor.mesh, self.reference.mesh or MeshConfig())
+        meshes = (self.actor.mesh, self.mesh_of("reference"))
         alone = all(mesh.dp_shard == mesh.ep == mesh.cp == mesh.sp == mesh.tp == 1 for mesh in meshes)
         wanted = bool(self.model.lora and self.kl) and not self.engine.sleep
         return wanted and alone and self._lives_with_actor("reference")
@@ -370,17 +370,21 @@ class RunConfig(Section):
         placement = self.roles[role]
         return placement.num_ranks or sum(self.cluster.pools[placement.pool])
 
-    def mesh(self, role: RoleName) -> dict[str, int]:
-        """Return the size of each axis of a role's mesh."""
-        sections: dict[RoleName, MeshConfig] = {
+    def mesh_of(self, role: RoleName) -> MeshConfig:
+        """Return the section `mesh` of a role, with its defaults where it is off."""
+        sections: dict[RoleName, MeshConfig | None] = {
             "actor": self.actor.mesh,
-            "reward": self.reward.mesh or MeshConfig(),
-            "reference": self.reference.mesh or MeshConfig(),
-            "teacher": self.teachers.mesh or MeshConfig(),
-            "critic": self.critic.mesh or MeshConfig(),
+            "reward": self.reward.mesh,
+            "reference": self.reference.mesh,
+            "teacher": self.teachers.mesh,
+            "critic": self.critic.mesh,
             "rollout": MeshConfig(tp=self.rollout.mesh.tp // self.devices_of_rollout),
         }
-        mesh = sections.get(role, MeshConfig())
+        return sections[role] or MeshConfig()
+
+    def mesh(self, role: RoleName) -> dict[str, int]:
+        """Return the size of each axis of a role's mesh."""
+        mesh = self.mesh_of(role)
         inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
         return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
 

@@ -28,7 +28,7 @@ from rallypoint.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    from rallypoint.config import TokenizerConfig
+    from rallypoint.config.sections.material import TokenizerConfig
 
 _EOS = "<eos>"
 _PLAIN_NAMES = ("<unk>", "<system>", "<user>", "<assistant>")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rich.cells import cell_len
 
-from rallypoint.config import WATCHED
+from rallypoint.config.recipes import WATCHED
 from rallypoint.display.text import clean
 from rallypoint.observability.health import Health, health
 from rallypoint.observability.numbers import finite_mean

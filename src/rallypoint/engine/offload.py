@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rallypoint.config import Activations
+from rallypoint.config.sections.learning import Activations
 from rallypoint.errors import ModelError
 
 

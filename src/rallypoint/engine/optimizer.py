@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rallypoint.config import Offload, OptimizerConfig
+from rallypoint.config import OptimizerConfig
 from rallypoint.config.limits import OPTIMIZER_BYTES
+from rallypoint.config.sections.learning import Offload
 
 _MASTER = "master"
 _SUMMED_BYTES = OPTIMIZER_BYTES // 4

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from rallypoint.algorithms import Denominator
-from rallypoint.config import Activations, Offload, OptimizerConfig
+from rallypoint.config import OptimizerConfig
+from rallypoint.config.sections.learning import Activations, Offload
 from rallypoint.data.packing import pack_groups, pad_rows
 from rallypoint.engine.determinism import deterministic_kernels
 from rallypoint.engine.forward import TokenStream, trained_positions

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rallypoint.config import Architecture
+from rallypoint.config.sections.material import Architecture
 from rallypoint.data import save_tokenizer
 from rallypoint.disk import naming, naming_tensors
 from rallypoint.families.kinds import small_model

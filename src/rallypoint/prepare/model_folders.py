@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import Problem, RunConfig, row_limit
+from rallypoint.config import Problem, RunConfig
 from rallypoint.config.shape import SIZES, read_shape
+from rallypoint.config.tree import row_limit
 from rallypoint.data.files import is_url
 from rallypoint.data.remote import check_url
 

@@ -12,7 +12,8 @@ from typing import cast
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from rallypoint.config import RECIPES, RunConfig, row_limit
+from rallypoint.config import RECIPES, RunConfig
+from rallypoint.config.tree import row_limit
 from rallypoint.data import TemplateProbe, load_tokenizer, make_digits_tokenizer
 from rallypoint.data.remote import here
 from rallypoint.errors import ModelError

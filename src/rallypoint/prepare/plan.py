@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
-from rallypoint.config import Activations, Offload
 from rallypoint.config.check import contradictions, vllm_problems
 from rallypoint.config.fields import changed
 from rallypoint.config.limits import CACHE_MARGIN
 from rallypoint.config.recipes import RoleName
+from rallypoint.config.sections.learning import Activations, Offload
 from rallypoint.config.shape import ModelShape, role_shapes, shape_of
 from rallypoint.config.tree import RunConfig
 from rallypoint.prepare.role_memory import RoleMemory, role_memory

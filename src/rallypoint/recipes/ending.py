@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from rallypoint import checkpoint
-from rallypoint.config import RECIPES, RunConfig, TrackingConfig, values_of
+from rallypoint.config import RECIPES, RunConfig, values_of
+from rallypoint.config.sections.frame import TrackingConfig
 from rallypoint.data import load_tokenizer
 from rallypoint.display import save_curve
 from rallypoint.display.draw import CurveAsItGoes

@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint.cluster import ResourcePoolManager, Runtime, open_runtime
-from rallypoint.config import LoadedConfig, RunConfig, TrackingConfig
+from rallypoint.config import LoadedConfig, RunConfig
+from rallypoint.config.sections.frame import TrackingConfig
 from rallypoint.cpu.threads import few_threads
 from rallypoint.display import Progress
 from rallypoint.engine.determinism import process_as_found

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint import checkpoint as checkpoints
-from rallypoint.config import LoRAConfig, OnTooLong, RunConfig, TrainerConfig, load_config
+from rallypoint.config import LoRAConfig, RunConfig, TrainerConfig, load_config
+from rallypoint.config.sections.material import OnTooLong
 from rallypoint.data import (
     DataSet,
     EncodedPrompts,

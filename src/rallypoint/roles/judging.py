@@ -16,7 +16,7 @@ import dataclasses
 from torch import Tensor
 
 from rallypoint.algorithms import gap_metrics, kl_penalty
-from rallypoint.config import CheckConfig
+from rallypoint.config.sections.frame import CheckConfig
 from rallypoint.errors import OffPolicyError
 from rallypoint.run.agreement import (
     DRIFT,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rallypoint.algorithms import Denominator, LossFunction, LossInputs, TokenOutputs
 from rallypoint.cluster import WorkerContext, WorkerGroup, broadcast, collect, shard
-from rallypoint.config import ActorConfig, CriticConfig, OptimizerConfig, RoleName, RunConfig
+from rallypoint.config import OptimizerConfig, RoleName, RunConfig
+from rallypoint.config.sections.learning import ActorConfig, CriticConfig
 from rallypoint.engine import (
     TokenStream,
     TrainingEngine,

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from rallypoint.config import ServedTeacherConfig
+from rallypoint.config.sections.learning import ServedTeacherConfig
 from rallypoint.environments.deadline import DaemonThreads
 from rallypoint.environments.shipped.judge import JudgeError, ModelEndpoint
 from rallypoint.errors import TeacherError

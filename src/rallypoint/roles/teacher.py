@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
-from rallypoint.config import RunConfig, ServedTeacherConfig
+from rallypoint.config import RunConfig
+from rallypoint.config.sections.learning import ServedTeacherConfig
 from rallypoint.data import (
     EncodedPrompts,
     Example,

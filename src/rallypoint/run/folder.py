@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.checkpoint import sync, sync_below
-from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, to_yaml, values_of
+from rallypoint.config import COMMAND_LINE, LoadedConfig, RunConfig, values_of
+from rallypoint.config.source import to_yaml
 from rallypoint.data.locate import is_local
 from rallypoint.disk import naming
 from rallypoint.environments.reward import SHIPPED

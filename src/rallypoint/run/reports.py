@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from rallypoint.config import RECIPES, WATCHED, RunConfig
+from rallypoint.config import RECIPES, RunConfig
 from rallypoint.config.fields import nested
+from rallypoint.config.recipes import WATCHED
 from rallypoint.config.transport import transport_kind
 from rallypoint.extras import find_unusable
 from rallypoint.journal import STEP, TIME, RunBegan, RunState, StepDone, fold, read_journal

@@ -13,7 +13,8 @@ from tiny_models import edit_weights, make_tiny_model, make_tiny_reward_model
 
 from rallypoint import __version__, checkpoint
 from rallypoint.cluster.capacity import num_cores
-from rallypoint.config import RunConfig, expected, leaves, load_config, shipped_recipes, values_of
+from rallypoint.config import RunConfig, leaves, load_config, shipped_recipes, values_of
+from rallypoint.config.load import expected
 from rallypoint.errors import ConfigError
 from rallypoint.run.folder import anchored, create_run
 from rallypoint.run.record import Record

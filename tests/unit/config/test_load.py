@@ -7,22 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from pydantic import ValidationError
 
-from rallypoint.config import (
-    RECIPES,
-    LoadedConfig,
-    RunConfig,
-    describe,
-    expected,
-    leaves,
-    load_config,
-    shipped_recipes,
-    shown,
-    to_yaml,
-    unread_sections,
-    values_of,
-)
+from rallypoint.config import RECIPES, LoadedConfig, RunConfig, leaves, load_config, shipped_recipes, shown, values_of
 from rallypoint.config.fields import section_of, unit_of
-from rallypoint.config.source import read
+from rallypoint.config.load import expected
+from rallypoint.config.source import describe, read, to_yaml
+from rallypoint.config.unread import unread_sections
 from rallypoint.errors import ConfigError
 from rallypoint.run.folder import create_run
 

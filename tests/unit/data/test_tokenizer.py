@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jinja2.exceptions import SecurityError
 
-from rallypoint.config import TokenizerConfig
+from rallypoint.config.sections.material import TokenizerConfig
 from rallypoint.data import Example, Message, encode_prompts, load_tokenizer, make_digits_tokenizer, save_tokenizer
 from rallypoint.data.digits import score_digits
 from rallypoint.errors import DataError, ModelError

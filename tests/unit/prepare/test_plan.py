@@ -9,7 +9,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
 
-from rallypoint.config import CreateModelConfig, RunConfig, load_config
+from rallypoint.config import RunConfig, load_config
+from rallypoint.config.sections.material import CreateModelConfig
 from rallypoint.config.shape import ModelShape, read_shape
 from rallypoint.data import make_digits_tokenizer
 from rallypoint.families.kinds import MLP, Attention, Layers

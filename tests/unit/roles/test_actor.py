@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from rallypoint.algorithms.estimators import GRPO
 from rallypoint.cluster import Mesh, WorkerContext, WorkerGroup
 from rallypoint.cluster.dispatch import rule_of
-from rallypoint.config import ActorConfig, LoRAConfig, load_config
+from rallypoint.config import LoRAConfig, load_config
+from rallypoint.config.sections.learning import ActorConfig
 from rallypoint.errors import NotFiniteError, OffPolicyError, WeightsMismatchError
 from rallypoint.generation import Request, SamplingParams, as_turn
 from rallypoint.models import trained_weights

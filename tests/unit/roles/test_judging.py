@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from rallypoint.config import CheckConfig
+from rallypoint.config.sections.frame import CheckConfig
 from rallypoint.errors import OffPolicyError
 from rallypoint.roles.judging import check_judged
 from rallypoint.run.agreement import Agreement

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from rallypoint.config import ServedTeacherConfig
+from rallypoint.config.sections.learning import ServedTeacherConfig
 from rallypoint.errors import TeacherError
 from rallypoint.roles.served_teacher import ServedTeacher
 from rallypoint.types import Sequences

@@ -208,25 +208,23 @@ class _Scope:
             return Unknown(" ".join(ast.unparse(node).split()))
 
     def _value(self, node: ast.expr) -> object:
-        found = self._whole(node)
-        return self._computed(node) if found is None else found.value
-
-    def _whole(self, node: ast.expr) -> _Found | None:
-        """Return what is written as it is, or made of parts; a part may be unknown."""
+        """Return what is written as it is, or made of parts, of which some may be unknown; or else what is computed."""
+        found: object
         match node:
             case ast.Constant(value=value):
-                return _Found(value)
+                found = value
             case ast.Name(id=name):
-                return _Found(self.names.get(name, Unknown(name)))
+                found = self.names.get(name, Unknown(name))
             case ast.List(elts=several) | ast.Set(elts=several):
-                return _Found([self.value(one) for one in several])
+                found = [self.value(one) for one in several]
             case ast.Tuple(elts=several):
-                return _Found(tuple(self.value(one) for one in several))
+                found = tuple(self.value(one) for one in several)
             case ast.Dict(keys=keys, values=values):
                 named = zip(keys, values, strict=True)
-                return _Found({str(self._known(key)): self.value(value) for key, value in named if key is not None})
+                found = {str(self._known(key)): self.value(value) for key, value in named if key is not None}
             case _:
-                return None
+                found = self._computed(node)
+        return found
 
     def _computed(self, node: ast.expr) -> object:
         """Return what follows from other values, all of which must be known."""
@@ -341,13 +339,6 @@ class _Scope:
             usual = Unknown(f"--{key}, which must be given on the command line") if must else switch
             parser.given[str(keywords.get("dest", key))] = keywords.get("default", usual)
         return Unknown(ast.unparse(node))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """A value, which may be None."""
-
-    value: object
 
 
 def _combined(op: ast.operator, left: Any, right: Any) -> object:

@@ -196,6 +196,11 @@ def by_table(theirs: Keys, found: Translation, ambiguous: Mapping[str, frozenset
     return found
 
 
+def count_of(value: object) -> int | None:
+    """Return a count; None where it is off, as with -1, or is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def set_warmup(found: Translation, role: str, num_warmup: int, num_steps: int) -> None:
     """Set a warmup that they count in steps."""
     found.keys[f"{role}.optimizer.warmup_ratio"] = round(min(0.9, num_warmup / num_steps), 6)

@@ -15,6 +15,7 @@ from rallypoint.config.translate.table import (
     Ends,
     Translation,
     by_table,
+    count_of,
     name_doubtful,
     set_trackers,
     set_warmup,
@@ -64,7 +65,7 @@ def from_trl(text: str) -> Translation:
     theirs = take_unresolved(given, found)
     theirs = with_usual(theirs, {**trl.defaults_of_all, **trl.defaults[kind]}, given, found)
     theirs = _with_switched(kind, theirs, given, found)
-    if _number(theirs.get("max_steps")) is None and _number(theirs.get("total_episodes")) is None:
+    if count_of(theirs.get("max_steps")) is None and count_of(theirs.get("total_episodes")) is None:
         theirs = with_usual(theirs, trl.defaults_length, given, found)
     ends = Ends(theirs)
     _set_optimizer(ends, found)
@@ -156,9 +157,9 @@ def _set_samples(ends: Ends, found: Translation) -> int:
         Their steps in one of ours.
     """
     per_process, accumulated = _rows(ends, found)
-    per_sampling, rows = _number(ends.get("steps_per_generation")), _number(ends.get("generation_batch_size"))
+    per_sampling, rows = count_of(ends.get("steps_per_generation")), count_of(ends.get("generation_batch_size"))
     found.keys["rollout.group_size"] = ends.peek("num_generations", 1)
-    group = _number(found.keys["rollout.group_size"])
+    group = count_of(found.keys["rollout.group_size"])
     if not (per_process and accumulated and group):
         return 1
     said = f"{rows}"
@@ -169,23 +170,23 @@ def _set_samples(ends: Ends, found: Translation) -> int:
     if num_mini_batches > 1:
         found.keys["actor.num_mini_batches"] = num_mini_batches
     _say_rows(found, f"rollout.num_prompts is {said} / {group}")
-    return num_mini_batches * (_number(ends.peek("num_iterations")) or 1)
+    return num_mini_batches * (count_of(ends.peek("num_iterations")) or 1)
 
 
 def _set_ppo(ends: Ends, found: Translation) -> int:
     """Its PPO samples one response to a prompt, and counts the rollouts of the whole run."""
     rows = _rows(ends, found)
     found.keys["rollout.group_size"] = 1
-    if (num := _number(ends.get("num_mini_batches"))) is not None:
+    if (num := count_of(ends.get("num_mini_batches"))) is not None:
         found.keys |= {"actor.num_mini_batches": num, "critic.num_mini_batches": num}
-    if (epochs := _number(ends.peek("num_ppo_epochs"))) is not None:
+    if (epochs := count_of(ends.peek("num_ppo_epochs"))) is not None:
         found.keys["critic.num_epochs"] = epochs
     if not (rows[0] and rows[1]):
         return 1
     batch = rows[0] * rows[1]
     found.keys["rollout.num_prompts"] = batch
     _say_rows(found, f"rollout.num_prompts is {rows[0]} x {rows[1]}")
-    if (episodes := _number(ends.peek("total_episodes"))) is not None:
+    if (episodes := count_of(ends.peek("total_episodes"))) is not None:
         ends.get("total_episodes")
         ends.get("num_train_epochs")
         found.keys |= {"trainer.num_steps": math.ceil(episodes / batch), "trainer.num_epochs": None}
@@ -198,8 +199,8 @@ def _set_ppo(ends: Ends, found: Translation) -> int:
 def _rows(ends: Ends, found: Translation) -> tuple[int | None, int | None]:
     """Return rows of a process and how often they are accumulated; what is not a count is named."""
     given = {name: ends.get(name, 1) for name in _ROWS}
-    found.unknown += [f"{name}={value}" for name, value in given.items() if _number(value) is None]
-    return _number(given[_ROWS[0]]), _number(given[_ROWS[1]])
+    found.unknown += [f"{name}={value}" for name, value in given.items() if count_of(value) is None]
+    return count_of(given[_ROWS[0]]), count_of(given[_ROWS[1]])
 
 
 def _say_rows(found: Translation, said: str) -> None:
@@ -305,7 +306,7 @@ def _set_lora(ends: Ends, found: Translation) -> None:
 
 def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:
     if ends.get("sync_ref_model", False):
-        every, alpha = _number(ends.get("ref_model_sync_steps")) or 512, ends.get("ref_model_mixup_alpha", 0.6)
+        every, alpha = count_of(ends.get("ref_model_sync_steps")) or 512, ends.get("ref_model_mixup_alpha", 0.6)
         found.keys["reference.refresh_every_steps"] = max(1, every // num_updates)
         if alpha != 1:
             found.differs[f"ref_model_mixup_alpha={alpha}"] = "the reference takes over the actor's weights, as with 1"
@@ -317,9 +318,9 @@ def _set_reference(ends: Ends, found: Translation, num_updates: int) -> None:
 
 def _set_length(ends: Ends, found: Translation, num_updates: int) -> None:
     """A number of steps goes before one of epochs there."""
-    steps, warmup = _number(ends.peek("max_steps")), _number(ends.peek("warmup_steps"))
+    steps, warmup = count_of(ends.peek("max_steps")), count_of(ends.peek("warmup_steps"))
     for name, ours in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "validation.every_steps")):
-        if num_updates > 1 and (every := _number(ends.peek(name))) is not None:
+        if num_updates > 1 and (every := count_of(ends.peek(name))) is not None:
             ends.get(name)
             found.keys[ours] = max(1, every // num_updates)
     if num_updates > 1:
@@ -340,8 +341,3 @@ def _set_optimizer(ends: Ends, found: Translation) -> None:
     found.keys["actor.optimizer.betas"] = [ends.get("adam_beta1"), ends.get("adam_beta2")]
     if ends.has("bf16") and ends.peek("fp16") is False:  # both are given, as a rule
         ends.get("fp16")
-
-
-def _number(value: object) -> int | None:
-    """Return a count; none where it is off, as with -1."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -18,6 +18,7 @@ from rallypoint.config.translate.table import (
     Ends,
     Translation,
     by_table,
+    count_of,
     name_doubtful,
     set_trackers,
     set_warmup,
@@ -70,7 +71,7 @@ def from_verl(text: str) -> Translation:
         _set_algorithm(ends, found)
     if found.keys["recipe"] == "ppo":
         theirs = with_usual(theirs, verl.defaults_critic, given, found)
-    if _count(ends.peek("model.lora_rank")):
+    if count_of(ends.peek("model.lora_rank")):
         theirs = with_usual(theirs, verl.defaults_lora, given, found)
     if ends.get("trainer.total_training_steps") is None:
         theirs = with_usual(theirs, verl.defaults_sft_length if is_tuning else verl.defaults_length, given, found)
@@ -226,8 +227,8 @@ def _set_filter(ends: Ends, found: Translation) -> None:
         ends.section("filter_groups")
         return
     most, metric = ends.get("filter_groups.max_num_gen_batches", 0), ends.get("filter_groups.metric", "acc")
-    found.keys["rollout.dynamic_sampling"] = _count(most) or _MOST_BATCHES
-    if not _count(most):
+    found.keys["rollout.dynamic_sampling"] = count_of(most) or _MOST_BATCHES
+    if not count_of(most):
         found.open[f"filter_groups.max_num_gen_batches={most}"] = f"no bound there, {_MOST_BATCHES} batches here"
     if metric not in _SCORES:
         found.differs[f"filter_groups.metric={metric}"] = (
@@ -371,8 +372,3 @@ def _set_validation(ends: Ends, found: Translation) -> None:
             found.differs[f"data.val_files={files}"] = f"test_freq={every} is one validation, at the start; {set_it}"
         else:
             found.open[f"data.val_files={files}"] = f"with test_freq={every} there is no validation; {set_it}"
-
-
-def _count(value: object) -> int:
-    """Return a number above 0; 0 for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
