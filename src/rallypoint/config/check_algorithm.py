@@ -60,30 +60,24 @@ def check_quantization(config: RunConfig) -> Iterator[Problem]:
     found = config.rollout.quantization
     if found is None:
         return
-    key = f"rollout.quantization={found}"
+    key = f"^rollout.quantization={found}"
     if config.rollout.engine != "vllm":
-        yield Problem(
-            ("rollout.quantization", "rollout.engine"),
-            f"{key}: rollout.engine={config.rollout.engine!r} samples from weights as they are trained; expected "
-            "rollout.engine=vllm, or null",
+        yield Problem.of(
+            f"{key}: ^rollout.engine={config.rollout.engine!r} samples from weights as they are trained; expected "
+            "rollout.engine=vllm, or null"
         )
     if config.cluster.device == "cpu":
-        yield Problem(
-            ("rollout.quantization", "cluster.device"),
-            f"{key}: GPUs compute in 8 bits, and cluster.device=cpu does not; leave it out",
-        )
+        yield Problem.of(f"{key}: GPUs compute in 8 bits, and ^cluster.device=cpu does not; leave it out")
     if config.model.dtype == "float32":
-        yield Problem(
-            ("rollout.quantization", "model.dtype"),
-            f"{key}: vLLM makes 8 bits of weights that have 16, and model.dtype=float32; expected bfloat16",
+        yield Problem.of(
+            f"{key}: vLLM makes 8 bits of weights that have 16, and ^model.dtype=float32; expected bfloat16"
         )
     by_token = [item for item in _weighing(config) if isinstance(item, TISConfig) and item.level == "token"]
     has_no_ratio = config.recipe == "opd" and config.teachers.top_k is not None and not config.teachers.reward_coef
     if not (by_token or _is_anchored(config) or has_no_ratio):
-        yield Problem(
-            ("rollout.quantization", "correction"),
+        yield Problem.of(
             f"{key} samples from another policy than the one that is trained, so each token has to be weighed back to "
-            "its sampler; expected 'correction=[{name: tis, cap: 2.0}]'",
+            "its sampler; expected '^correction=[{name: tis, cap: 2.0}]'"
         )
 
 
@@ -129,14 +123,13 @@ def _sound(config: RunConfig) -> Iterator[Problem]:
             )
         if not isinstance(item, IcePopConfig | MaskConfig):
             continue
-        bounds = f"correction: {item.name} has low={item.low:g} and high={item.high:g}"
+        bounds = f"^correction: {item.name} has low={item.low:g} and high={item.high:g}"
         if item.low >= item.high:
-            yield Problem(("correction",), f"{bounds}; expected low below high")
+            yield Problem.of(f"{bounds}; expected low below high")
         elif not item.low <= 1 <= item.high:
-            yield Problem(
-                ("correction",),
+            yield Problem.of(
                 f"{bounds}, which leaves out what sampler and trainer agree on, whose ratio is 1; expected low of at "
-                "most 1 and high of at least 1",
+                "most 1 and high of at least 1"
             )
 
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 _MAX_SHOWN = 120
-_MARKED = re.compile(r"\^([a-z]\w*(?:\.[\w-]+)*)")
+_MARKED = re.compile(r"(?<![\w/.-])\^([a-z]\w*(?:\.[\w-]+)*)")
 
 # YAML has lists only: a tuple is made from one, though all other types are taken strictly.
 Texts = Annotated[

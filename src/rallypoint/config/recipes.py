@@ -171,27 +171,25 @@ def _check_penalties(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("reward.overlong", "advantage.name"), of_length)
 
 
-def find_episode_clashes(config: RunConfig, episode: str) -> dict[str, str]:
-    """Return the keys that do not go with an episode of the user's, and why.
+def find_episode_clashes(config: RunConfig, episode: str) -> Iterator[Problem]:
+    """Yield the keys that do not go with an episode of the user's, and why.
 
     Args:
         config: of the run.
         episode: its name, for messages.
     """
-    clashes: dict[str, str] = {}
     if (num_sampled := config.rollout.over_sampling) is not None:
-        clashes["rollout.over_sampling"] = (
-            f"rollout.over_sampling={num_sampled} does not go with the episode {episode}: which rollouts end first "
+        yield Problem.of(
+            f"^rollout.over_sampling={num_sampled} does not go with the episode {episode}: which rollouts end first "
             "would depend on how long an episode waits, so the same seed would give other weights; expected "
-            "rollout.over_sampling=null, or rollout.episode=null"
+            "rollout.over_sampling=null, or ^rollout.episode=null"
         )
     if config.teachers.hint is not None:
-        clashes["teacher.hint"] = (
-            f"teacher.hint does not go with the episode {episode}: the hint replaces what stands before the first "
+        yield Problem.of(
+            f"^teacher.hint does not go with the episode {episode}: the hint replaces what stands before the first "
             "response, and an episode may have put its own tokens there; expected teacher.hint=null, or "
-            "rollout.episode=null"
+            "^rollout.episode=null"
         )
-    return clashes
 
 
 def _check_prompts(config: RunConfig) -> Iterator[Problem]:
@@ -210,23 +208,20 @@ def _check_prompts(config: RunConfig) -> Iterator[Problem]:
             "responses by rollout.window; expected rollout.over_sampling=null, or rollout.max_staleness=0"
         )
     if rollout.episode is not None:
-        for clash, why in find_episode_clashes(config, rollout.own_episode or "of tools").items():
-            yield Problem((clash, "rollout.episode"), why)
+        yield from find_episode_clashes(config, rollout.own_episode or "of tools")
     if not rollout.dynamic_sampling:  # 0 replaces nothing
         return
-    clashes = {
-        "rollout.group_size": (rollout.group_size == 1, "the scores of a group of one are all equal; expected 8 or so"),
-        "reward.path": (
-            bool(config.reward.all_models),
-            "a reward model is asked when groups are chosen; expected null",
-        ),
-    }
-    for key, (clash, why) in clashes.items():
-        if clash:
-            yield Problem.of(
-                f"^rollout.dynamic_sampling={rollout.dynamic_sampling} does not go with this ^{key}: {why}, or "
-                "rollout.dynamic_sampling=null"
-            )
+    clash = f"^rollout.dynamic_sampling={rollout.dynamic_sampling} does not go with this"
+    if rollout.group_size == 1:
+        yield Problem.of(
+            f"{clash} ^rollout.group_size: the scores of a group of one are all equal; expected 8 or so, or "
+            "rollout.dynamic_sampling=null"
+        )
+    if config.reward.all_models:
+        yield Problem.of(
+            f"{clash} ^reward.path: a reward model is asked when groups are chosen; expected null, or "
+            "rollout.dynamic_sampling=null"
+        )
 
 
 def _check_teacher(config: RunConfig) -> Iterator[Problem]:

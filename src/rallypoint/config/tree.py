@@ -372,20 +372,14 @@ class RunConfig(Section):
 
     def mesh_of(self, role: RoleName) -> MeshConfig:
         """Return the section `mesh` of a role, with its defaults where it is off."""
-        sections: dict[RoleName, MeshConfig | None] = {
-            "actor": self.actor.mesh,
-            "reward": self.reward.mesh,
-            "reference": self.reference.mesh,
-            "teacher": self.teachers.mesh,
-            "critic": self.critic.mesh,
-            "rollout": MeshConfig(tp=self.rollout.mesh.tp // self.devices_of_rollout),
-        }
-        return sections[role] or MeshConfig()
+        if role == "rollout":
+            return MeshConfig(tp=self.rollout.mesh.tp // self.devices_of_rollout)
+        sections = {"actor": self.actor, "reward": self.reward, "reference": self.reference, "critic": self.critic}
+        return sections.get(role, self.teachers).mesh or MeshConfig()
 
     def mesh(self, role: RoleName) -> dict[str, int]:
         """Return the size of each axis of a role's mesh."""
-        mesh = self.mesh_of(role)
-        inner = {"dp_shard": mesh.dp_shard, "ep": mesh.ep, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
+        inner: dict[str, int] = self.mesh_of(role).model_dump()
         return {"dp_replicate": max(1, self.num_ranks(role) // math.prod(inner.values())), **inner}
 
     def num_parts(self, role: RoleName) -> int:

@@ -11,6 +11,7 @@ Finding(level='note', what='well', said='cannot be looked at: ZeroDivisionError:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
 import os
@@ -46,25 +47,8 @@ _LEAST = {"torch": (2, 11), "transformers": (5, 0), "ray": (2, 60)}
 """First versions that work; the same as in pyproject.toml."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 """Major version of CUDA -> first driver that runs programs built for it."""
-_EXTRAS = {
-    "matplotlib": "plot",
-    "fla": "fla",
-    "math_verify": "math",
-    "jsonschema": "json",
-    "mcp": "mcp",
-    "s3fs": "s3",
-    "gcsfs": "gs",
-    "pandas": "pandas",
-    "reasoning_gym": "reasoning-gym",
-    "starlette": "serve",
-    "websockets": "openenv",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "swanlab": "swanlab",
-}
-"""Module -> extra that brings it."""
+_OTHER_EXTRAS = {"ray", "dev", "docs"}
+"""Extras that have a line of their own, and those of developers."""
 _PROBE_BYTES = 8 * 2**20
 
 
@@ -133,12 +117,11 @@ def _python() -> Finding:
 def package(name: str) -> Finding:
     """Say whether a package is there, and new enough."""
     wanted = ".".join(map(str, _LEAST[name]))
-    try:
-        found = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        if name == "ray":
-            advice = f"runs need cluster.runtime=inline without it; {how_to_install('ray')}"
-            return Finding("note", name, "not installed", advice)
+    found = _version_of(name)
+    if found is None and name == "ray":
+        advice = f"runs need cluster.runtime=inline without it; {how_to_install('ray')}"
+        return Finding("note", name, "not installed", advice)
+    if found is None:
         return Finding("fault", name, "not installed", f"pip install '{name}>={wanted}'")
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if numbers < _LEAST[name]:
@@ -146,9 +129,21 @@ def package(name: str) -> Finding:
     return Finding("ok", name, found)
 
 
+def _version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _extras() -> Finding:
-    there = [extra for module, extra in _EXTRAS.items() if importlib.util.find_spec(module) is not None]
-    missing = [extra for extra in _EXTRAS.values() if extra not in there]
+    needed = collections.defaultdict[str, list[str]](list)
+    required = "\n".join(metadata.requires("rallypoint") or ())
+    for name, extra in re.findall(r"^([\w.-]+).*extra == ['\"]([\w-]+)", required, re.M):
+        if extra not in _OTHER_EXTRAS:
+            needed[extra].append(name)
+    there = [extra for extra, names in needed.items() if all(map(_version_of, names))]
+    missing = [extra for extra in needed if extra not in there]
     said = f"{', '.join(there) or 'none'}" + (f"; not installed: {', '.join(missing)}" if missing else "")
     return Finding("ok", "extras", said)
 

@@ -81,7 +81,7 @@ def episode_of(config: RunConfig, given: Episode | None, named: Episode | None =
         problems.append(f"rollout.episode={spec}: the recipe {config.recipe} has an episode of its own")
     if (misfit := find_misfit(given)) is not None:
         problems.append(f"the recipe {config.recipe}: {misfit}")
-    problems += find_episode_clashes(config, name_of(given)).values()
+    problems += [problem.text for problem in find_episode_clashes(config, name_of(given))]
     if problems:
         raise ConfigError(tuple(problems))
     return given

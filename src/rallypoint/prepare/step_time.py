@@ -13,7 +13,11 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
+
+import yaml
+from pydantic import TypeAdapter
 
 from rallypoint.config.recipes import RoleName
 from rallypoint.config.shape import ModelShape, role_shapes
@@ -24,7 +28,7 @@ from rallypoint.observability.devices import Cores, Device
 from rallypoint.prepare.plan import RunPlan
 from rallypoint.prepare.pools import num_devices
 from rallypoint.prepare.role_memory import RoleMemory, cache_bytes_per_token
-from rallypoint.transport_kinds import BROADCAST, FOLDER, IPC, MEMORY, SHARED, TransportKind
+from rallypoint.transport_kinds import BROADCAST, SHARED
 
 
 class _Passes(NamedTuple):
@@ -69,52 +73,14 @@ class _Costs:
     """Launches for each row that decodes, to draw its token and keep it."""
     launches_of_call: float
     """Likewise of the driver and the processes that it calls, for each pass over all rows, and each optimizer step."""
-    links: Mapping[TransportKind, float]
-    """Transport of published weights -> bytes a second."""
+    links: Mapping[str, float]
+    """Name of the transport of published weights -> bytes a second."""
 
 
-_OF_ACCELERATORS = _Costs(
-    of_rows=(0.42, 0.28),
-    prefill=0.15,
-    decoding=0.6,
-    weights=0.8,
-    cache=0.4,
-    states=0.7,
-    hides_sums=True,
-    forward=_Passes(0, 0, 0, 0),  # the shares have it
-    update=_Passes(0, 0, 0, 0),
-    decode=_Passes(11, 20, 0, 0),
-    own_code=18,
-    experts=40,
-    one_by_one=9.5,
-    launches_of_token=0,
-    launches_of_call=0,
-    links={MEMORY: 4e9, IPC: 2e10, BROADCAST: 8e9, FOLDER: 7e8},
+_READ = TypeAdapter(dict[str, _Costs]).validate_python(
+    yaml.safe_load(Path(__file__).with_name("step_costs.yaml").read_text(encoding="utf-8"))
 )
-"""As they were measured on an H100 and an H200 with a model of 0.6B; links of several devices are estimated."""
-_OF_CORES = _Costs(
-    of_rows=(0.9, 0.9),  # of what products of that size were measured to reach
-    prefill=0.9,
-    decoding=1,
-    weights=1,
-    cache=0.5,
-    states=0.7,  # gradients are read again for their norm, clipped, and set to zero
-    hides_sums=False,
-    forward=_Passes(320, 3450, 155, 14),
-    update=_Passes(2000, 4500, 340, 14),
-    decode=_Passes(80, 100, 430, 115),
-    own_code=0,
-    experts=0,
-    one_by_one=1,
-    launches_of_token=8,
-    launches_of_call=2000,
-    links={MEMORY: 8e9, BROADCAST: 2e9, FOLDER: 9e8},
-)
-"""Fitted to the CPU seconds of passes and of decoding, ten small models each, and to runs; docs/cpu.md has the rest.
-
-Launches are worth as many small operations of torch, with the Python around them; numbers as many that are added.
-"""
-_COSTS: Mapping[type, _Costs] = {Device: _OF_ACCELERATORS, Cores: _OF_CORES}
+_COSTS: Mapping[type, _Costs] = {Device: _READ["accelerators"], Cores: _READ["cores"]}
 
 
 _TO_HOST_PER_S = 2.5e10
@@ -181,7 +147,7 @@ def step_time(config: RunConfig, plan: RunPlan, device: Device | Cores) -> StepT
                 found.append(Phase(title, memory.pool, least, most, max(bounds[1], key=bounds[1].__getitem__)))
     kind = transport_kind(config) or BROADCAST
     if kind != SHARED and plan.num_parameters is not None:
-        seconds = plan.num_parameters * pace.size / pace.costs.links[kind]
+        seconds = plan.num_parameters * pace.size / pace.costs.links[kind.name]
         found.append(Phase("publish", config.roles["rollout"].pool, seconds, seconds, kind.name))
     num = 0 if config.cluster.device == "cpu" else math.ceil(num_devices(config))
     return StepTime(tuple(found), num, is_ahead=config.rollout.max_staleness > 0)
