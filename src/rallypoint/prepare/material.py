@@ -359,7 +359,7 @@ def examine_dry(config: RunConfig) -> tuple[str, ...]:
 def _ask_reward(config: RunConfig, found: Inputs) -> None:
     """Call the reward function once, with the first row; data that a run makes for itself is not there yet."""
     if config.reward.all_functions and isinstance(found.train, EncodedPrompts | StreamedPrompts):
-        ask_once(config, found.train.examples[0], found.tokenizer)
+        ask_once(config, found.train[0][1], found.tokenizer)
 
 
 _HALF_TEXT, _HALF_TOKENS = 300, 8
@@ -370,10 +370,11 @@ def _first_row(found: Inputs) -> Iterator[str]:
     if found.train is None:
         return
     if isinstance(found.train, EncodedPrompts | StreamedPrompts):
-        what, name, ids, trained = "prompt", found.train.examples[0].name, list(found.train.token_ids[0]), None
+        ids, example = found.train[0]
+        what, name, trained = "prompt", example.name, None
     else:
         what, first = "row", found.train[0]
-        name, ids = first.name, first.rows[0][0].tolist()
+        name, ids = first.name, tuple(first.rows[0][0].tolist())
         trained = [token for token, is_trained in zip(ids, first.rows[0][1], strict=True) if is_trained]
     yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(ids)))!r}"
     tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]

@@ -180,7 +180,7 @@ class Teachers(FrozenModel[TeacherWorker]):
             of: which prompts the numbers are of.
         """
         asked = self._questions[of]
-        sources = [asked.prompts.examples[example].data_source for example in examples]
+        sources = [asked.prompts[example][1].data_source for example in examples]
         if asked.hints is None:
             return Judgement(await self._said(batch, sources), self._num_ids)
         found = enumerate(await to_thread(asked.hints.prompts, examples, feedback))

@@ -130,7 +130,7 @@ class RecordedSource:
 
     def _groups(self, recorded: Sequence[Row]) -> Iterator[ScoredGroup]:
         for prompt, rows in itertools.groupby(recorded, key=lambda row: int(row["prompt_index"])):
-            group, example = list(rows), self._prompts.train.examples[self._train.example_index(prompt)]
+            group, example = list(rows), self._prompts.train[self._train.example_index(prompt)][1]
             texts = tuple(row["response"] for row in group)
             yield ScoredGroup(rows_of(group), (example,) * len(group), texts, [_outcome(row) for row in group])
 
