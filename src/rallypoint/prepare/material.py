@@ -376,7 +376,7 @@ def _first_row(found: Inputs) -> Iterator[str]:
         what, first = "row", found.train[0]
         name, ids = first.name, tuple(first.rows[0][0].tolist())
         trained = [token for token, is_trained in zip(ids, first.rows[0][1], strict=True) if is_trained]
-    yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(ids)))!r}"
+    yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(list(ids))))!r}"
     tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]
     shown = [*tokens[:_HALF_TOKENS], f"... {len(tokens) - 2 * _HALF_TOKENS:,} more ...", *tokens[-_HALF_TOKENS:]]
     yield f"{'its tokens':13}  {'  '.join(shown if len(tokens) > 2 * _HALF_TOKENS else tokens)}"
