@@ -370,11 +370,11 @@ def _first_row(found: Inputs) -> Iterator[str]:
     if found.train is None:
         return
     if isinstance(found.train, EncodedPrompts | StreamedPrompts):
-        ids, example = found.train[0]
-        what, name, trained = "prompt", example.name, None
+        tokens, example = found.train[0]
+        what, name, ids, trained = "prompt", example.name, list(tokens), None
     else:
         what, first = "row", found.train[0]
-        name, ids = first.name, tuple(first.rows[0][0].tolist())
+        name, ids = first.name, first.rows[0][0].tolist()
         trained = [token for token, is_trained in zip(ids, first.rows[0][1], strict=True) if is_trained]
     yield f"{f'first {what}':13}  {name}, {len(ids):,} tokens: {_shortened(str(found.tokenizer.decode(list(ids))))!r}"
     tokens = [f"{token} {str(found.tokenizer.decode([token]))!r}" for token in ids]
