@@ -75,8 +75,8 @@ def without_effect(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Pr
     """Yield keys that were set on the command line and that nothing reads; in a file they are allowed."""
     unread, values = unread_sections(config), dict(values_of(config))
     for name, origin in origins.items():
-        setting, own = why_unread(unread, name), _key_of(values, name)
-        if origin == COMMAND_LINE and setting is not None and own is not None:
+        setting = why_unread(unread, name) if origin == COMMAND_LINE else None
+        if setting is not None and (own := _key_of(values, name)) is not None:
             readers = _readers_of(config, name) if setting.startswith("recipe=") else []
             instead = f", or set recipe={' or '.join(readers)}" if readers else ""
             value = shown(values[own]) if own in values else "{}"
