@@ -60,9 +60,10 @@ class Scheduler:
         """Admit waiting sequences while there is room, oldest first; return them, and what must be prefilled."""
         admitted: list[tuple[Sequence, int]] = []
         num_tokens, prospects = 0, list(map(self._prospect, self.running))
+        most_to_come = sum(_blocks(left) for left, _ in prospects)
         while self.waiting and len(self.running) < self._max_sequences and num_tokens < PREFILL_TOKENS:
             sequence = self.waiting[0]
-            num_found = self._allocate_prompt(sequence, prospects)
+            num_found = self._allocate_prompt(sequence, prospects, most_to_come)
             if num_found is None:
                 if self._held:
                     self.end_batches()
@@ -77,6 +78,7 @@ class Scheduler:
             # Now, as the next ones must not count on that memory.
             self._grow(sequence, len(sequence.tokens) - 1)
             prospects.append(self._prospect(sequence))
+            most_to_come += _blocks(prospects[-1][0])
             num_cached = sum(len(block.tokens) for block in sequence.prompt_blocks[:num_found])
             num_tokens += len(sequence.request.tokens) - num_cached + len(sequence.tokens)
         return [sequence for sequence, _ in admitted], _chunks(admitted, is_recurrent=self.is_recurrent)
@@ -149,10 +151,13 @@ class Scheduler:
         # One that is longer than most may be much longer.
         return max(0, int(min(limit, max(mean, num + mean / 4))) - num), len(sequence.own_blocks)
 
-    def _allocate_prompt(self, sequence: Sequence, prospects: abc.Sequence[tuple[int, int]]) -> int | None:
+    def _allocate_prompt(
+        self, sequence: Sequence, prospects: abc.Sequence[tuple[int, int]], most_to_come: int
+    ) -> int | None:
         """Allocate the blocks of a prompt, and return how many were in the prefix cache.
 
-        Return None if there is too little memory for them, the response, and what others will need meanwhile.
+        Return None if there is too little memory for them, the response, and what others will need meanwhile, which are
+        at most `most_to_come` blocks.
         """
         blocks, tokens = self.blocks, sequence.request.tokens
         assert blocks is not None, "there is a cache"
@@ -160,8 +165,10 @@ class Scheduler:
         blocks.acquire(found)
         num_cached = sum(len(block.tokens) for block in found)
         needed = -(-(len(tokens) - num_cached) // BLOCK_TOKENS) + len(sequence.tokens) // BLOCK_TOKENS + 1
-        to_come = blocks_to_come([*prospects, self._prospect(sequence)])
-        if needed + to_come > blocks.num_available and self.running:
+        room, own = blocks.num_available - needed, self._prospect(sequence)
+        # What is needed at once costs a look at all that run, for each that joins; mostly there is room for everything.
+        is_roomy = most_to_come + _blocks(own[0]) <= room
+        if self.running and not is_roomy and blocks_to_come([*prospects, own]) > room:
             blocks.release(found)
             return None
         sequence.prompt_blocks = list(found)
@@ -201,6 +208,10 @@ class Scheduler:
             elif fits < num_steps:
                 num_steps = fits
         return num_steps
+
+
+def _blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def blocks_to_come(prospects: abc.Sequence[tuple[int, int]]) -> int:

@@ -3,14 +3,18 @@
 import copy
 import dataclasses
 import itertools
+import math
+from random import Random
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PreTrainedModel
 
+from rallypoint.config.limits import BLOCK_TOKENS
 from rallypoint.engine import TrainingEngine, policy_outputs
 from rallypoint.errors import CacheError, RequestError
 from rallypoint.generation import NativeEngine, Request, SamplingParams, generate as through, stream
+from rallypoint.generation.native.scheduler import blocks_to_come
 from rallypoint.model_files import load_policy
 from rallypoint.models import ModelShard, PackedRows, named_weights
 
@@ -281,3 +285,11 @@ def test_hardly_any_token_is_computed_twice_with_a_cache_for_a_part_of_the_rows(
             num_ended += sum(output.finish_reason == "length" for output in engine.step())
         assert num_ended == 24
         assert engine.num_preempted - before <= most
+
+
+def test_sequences_never_need_more_at_once_than_all_that_each_of_them_needs():
+    random = Random(3)
+    for _ in range(300):
+        prospects = [(random.randrange(200), random.randrange(8)) for _ in range(random.randrange(1, 20))]
+        at_once = blocks_to_come(prospects)
+        assert at_once <= sum(math.ceil(left / BLOCK_TOKENS) for left, _ in prospects), prospects
