@@ -48,7 +48,7 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
-from rallypoint.sampling.group import Scorers, Watch
+from rallypoint.sampling.group import Scorers
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
@@ -56,7 +56,7 @@ from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches
 from rallypoint.sampling.source import RolloutSource
-from rallypoint.sampling.timekeeper import Timekeeper
+from rallypoint.sampling.timekeeper import Timekeeper, Watch
 from rallypoint.types import Last, Metrics, merge
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
+import threading
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -31,15 +31,14 @@ from rallypoint.environments.scored import SampledGroup, ScoredGroup
 from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import AbandonedError, RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.journal import Journal, RolloutFailed, TurnSampled
+from rallypoint.journal import GroupScored, RolloutFailed, TurnSampled
 from rallypoint.observability import span
 from rallypoint.roles.frozen import RewardModels
 from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.episode_task import leave_for_good, together
-from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.timekeeper import Timekeeper, failed_event, scored_event, turns_of
+from rallypoint.sampling.timekeeper import Watch, failed_event, scored_event, turns_of
 from rallypoint.types import Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
@@ -54,26 +53,6 @@ class Scorers:
     models: RewardModels
     advantage: Advantage
     """The estimator, which says whether scores differ enough to learn from them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Watch:
-    """Who is told what happens and what is waited for, and when; and what need not be sampled again."""
-
-    journal: Journal
-    times: Timekeeper
-    kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
-    """Groups that an earlier start of the run sampled."""
-    patience_s: float = 30.0
-    """Seconds that a step waits before it names a group that is much slower than the others."""
-    grace_s: float = 5.0
-    """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
-    began_s: float = dataclasses.field(default_factory=time.monotonic)
-    """Start of the run."""
-
-    def now(self) -> float:
-        """Return the seconds since the run began."""
-        return round(time.monotonic() - self.began_s, 4)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -148,6 +127,8 @@ class InFlight:
         """Those of training; validation has its own."""
         self.scored: asyncio.Queue[GroupInFlight | None] = asyncio.Queue()
         """Groups as they are scored, of the validation, too; None when all are cancelled."""
+        self._ended, self._lock = list[tuple[AdmittedBatch, int, ScoredGroup]](), threading.Lock()
+        """Groups that were scored, with their places, until they are taken; and what those who look at them hold."""
         self._config, self._mailbox, self._rewards = config, mailbox, rewards
         self._episode = with_prompt_first(episode)
         self._tokenizer, self._token_texts, self._watch = tokenizer, TokenTexts(tokenizer), watch
@@ -194,8 +175,12 @@ class InFlight:
             return None if replay is None else replay.failure_of((index, sample, validation))
 
         def ended(place: int, scored: ScoredGroup) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(self._end, batch, place, scored)
+            with self._lock:
+                self._ended.append((batch, place, scored))
+                is_first = len(self._ended) == 1
+            if is_first:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(self._end)
 
         scoring = Scoring(
             self._rewards.grader,
@@ -224,16 +209,25 @@ class InFlight:
         all_sampled.add_done_callback(lambda _: scoring.finish())
         return groups
 
-    def _end(self, batch: AdmittedBatch, place: int, scored: ScoredGroup) -> None:
-        group = batch.groups.pop(place)  # a cycle of references would keep all that was sampled for a while
-        if not group.scored.done():
-            group.scored_s = self._watch.now()
-            try:
-                self._watch.journal.append(scored_event(group, batch.validation))
-            except RallyError as error:  # nobody awaits a callback
+    def _end(self) -> None:
+        """Take the groups that were scored meanwhile: all of a step at once, where the reward function is fast."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        now, found, events = self._watch.now(), list[tuple[GroupInFlight, ScoredGroup]](), list[GroupScored]()
+        for batch, place, scored in ended:
+            group = batch.groups.pop(place)  # a cycle of references would keep all that was sampled for a while
+            if not group.scored.done():
+                group.scored_s = now
+                events.append(scored_event(group, batch.validation))
+                found.append((group, scored))
+        try:
+            self._watch.journal.append(*events)
+        except RallyError as error:  # nobody awaits a callback
+            for group, _ in found:
                 group.scored.set_exception(error)
                 self.end_if_it_failed(group.scored)
-                return
+            return
+        for group, scored in found:
             group.scored.set_result(scored)
             self.scored.put_nowait(group)
 

@@ -31,10 +31,11 @@ from rallypoint.journal import GroupDropped
 from rallypoint.observability import span
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
-from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers, Watch
+from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
+from rallypoint.sampling.timekeeper import Watch
 from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.
