@@ -203,7 +203,7 @@ def test_a_model_that_is_cut_off_while_it_is_fetched_is_absent(door, tmp_path, m
 def test_the_same_command_starts_and_goes_on_and_a_taken_name_is_refused(door, tmp_path, monkeypatch):
     _, finished, said = train(*TINY, *INLINE, "trainer.num_steps=2", *HERE, resume=True)
     assert finished
-    assert "it begins" in said
+    assert "a new one begins" in said
     move_to(tmp_path / "two", monkeypatch)
     folder, finished, _ = train(*TINY, *INLINE, "trainer.num_steps=4", *HERE, resume=True)
     assert finished

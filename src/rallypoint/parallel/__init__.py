@@ -13,7 +13,7 @@ from rallypoint.parallel.autograd import (
     share_rows as share_rows,
     sum_rows as sum_rows,
 )
-from rallypoint.parallel.collective import Collective as Collective, least_of as least_of
+from rallypoint.parallel.collective import Collective as Collective, connect as connect, least_of as least_of
 from rallypoint.parallel.fsdp import held as held, shard_rows as shard_rows
 from rallypoint.parallel.mesh import DeviceMesh as DeviceMesh
 from rallypoint.parallel.process_group import Device as Device, Group as Group, meet as meet

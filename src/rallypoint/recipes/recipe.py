@@ -40,7 +40,7 @@ from rallypoint.prepare.material import Material
 from rallypoint.prepare.own_functions import episode_of, own_function
 from rallypoint.roles.actor import Actor
 from rallypoint.roles.examples import ExampleSource
-from rallypoint.roles.frozen import RewardModels
+from rallypoint.roles.frozen import RewardModels, Scorers
 from rallypoint.roles.kl_controller import KLController
 from rallypoint.roles.learner import Learner
 from rallypoint.roles.placement import Placement
@@ -48,7 +48,7 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
-from rallypoint.sampling.group import Scorers
+from rallypoint.sampling.group import Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
@@ -56,7 +56,7 @@ from rallypoint.sampling.recorded import Recorded, RecordedSource
 from rallypoint.sampling.replay import Schedule
 from rallypoint.sampling.sampled import Batches
 from rallypoint.sampling.source import RolloutSource
-from rallypoint.sampling.timekeeper import Timekeeper, Watch
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Last, Metrics, merge
 
 if TYPE_CHECKING:

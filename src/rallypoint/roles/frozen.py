@@ -6,15 +6,18 @@ These are classifiers that give every rollout one number each.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from rallypoint.algorithms import Advantage
 from rallypoint.cluster import WorkerContext, WorkerGroup, shard
 from rallypoint.config import RoleName, RunConfig
 from rallypoint.engine import TrainingEngine, reward_scores, scored_tokens
+from rallypoint.environments.grader import Grader
 from rallypoint.model_files import load_reward_model
 from rallypoint.models import ModelShard
 from rallypoint.prepare.plan import attention_cost
@@ -120,3 +123,14 @@ class RewardModels(FrozenModel[RewardWorker]):
             by_row(batch, await per_token(self._group, RewardWorker.scores, batch, self._attention_cost, model))
             for model in range(len(self._config.reward.all_models))
         ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scorers:
+    """What scores rollouts."""
+
+    grader: Grader
+    """Asks the reward function."""
+    models: RewardModels
+    advantage: Advantage
+    """The estimator, which says whether scores differ enough to learn from them."""

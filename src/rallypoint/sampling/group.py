@@ -13,46 +13,55 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rallypoint.algorithms import Advantage
 from rallypoint.config import RunConfig
 from rallypoint.data.prompt_sets import Prompt
 from rallypoint.data.tokenizer import TokenTexts
 from rallypoint.environments.environment import Episode
 from rallypoint.environments.episodes import with_prompt_first
 from rallypoint.environments.failures import RolloutFailure
-from rallypoint.environments.grader import Grader
 from rallypoint.environments.scored import SampledGroup, ScoredGroup
 from rallypoint.environments.scoring import Scoring
 from rallypoint.errors import AbandonedError, RallyError
 from rallypoint.generation import SamplingParams
-from rallypoint.journal import GroupScored, RolloutFailed, TurnSampled
+from rallypoint.journal import Journal, RolloutFailed, TurnSampled
 from rallypoint.observability import span
-from rallypoint.roles.frozen import RewardModels
+from rallypoint.roles.frozen import Scorers
 from rallypoint.sampling.client import EpisodeClient, Terms
 from rallypoint.sampling.episode_end import scores_of
 from rallypoint.sampling.episode_task import leave_for_good, together
+from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
-from rallypoint.sampling.timekeeper import Watch, failed_event, scored_event, turns_of
+from rallypoint.sampling.timekeeper import Timekeeper, failed_event, scored_event, turns_of
 from rallypoint.types import Trajectory, assemble
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scorers:
-    """What scores rollouts."""
+class Watch:
+    """Who is told what happens and what is waited for, and when; and what need not be sampled again."""
 
-    grader: Grader
-    """Asks the reward function."""
-    models: RewardModels
-    advantage: Advantage
-    """The estimator, which says whether scores differ enough to learn from them."""
+    journal: Journal
+    times: Timekeeper
+    kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
+    """Groups that an earlier start of the run sampled."""
+    patience_s: float = 30.0
+    """Seconds that a step waits before it names a group that is much slower than the others."""
+    grace_s: float = 5.0
+    """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
+    began_s: float = dataclasses.field(default_factory=time.monotonic)
+    """Start of the run."""
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+        return round(time.monotonic() - self.began_s, 4)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -175,11 +184,9 @@ class InFlight:
             return None if replay is None else replay.failure_of((index, sample, validation))
 
         def ended(place: int, scored: ScoredGroup) -> None:
-            with self._lock:
+            with self._lock, contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self._ended.append((batch, place, scored))
-                is_first = len(self._ended) == 1
-            if is_first:
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                if len(self._ended) == 1:
                     loop.call_soon_threadsafe(self._end)
 
         scoring = Scoring(
@@ -213,15 +220,13 @@ class InFlight:
         """Take the groups that were scored meanwhile: all of a step at once, where the reward function is fast."""
         with self._lock:
             ended, self._ended = self._ended, []
-        now, found, events = self._watch.now(), list[tuple[GroupInFlight, ScoredGroup]](), list[GroupScored]()
-        for batch, place, scored in ended:
-            group = batch.groups.pop(place)  # a cycle of references would keep all that was sampled for a while
-            if not group.scored.done():
-                group.scored_s = now
-                events.append(scored_event(group, batch.validation))
-                found.append((group, scored))
+        # A cycle of references would keep all that was sampled for a while.
+        groups = [(batch.groups.pop(place), scored) for batch, place, scored in ended]
+        found, now = [(group, scored) for group, scored in groups if not group.scored.done()], self._watch.now()
+        for group, _ in found:
+            group.scored_s = now
         try:
-            self._watch.journal.append(*events)
+            self._watch.journal.append(*(scored_event(group, group.batch.validation) for group, _ in found))
         except RallyError as error:  # nobody awaits a callback
             for group, _ in found:
                 group.scored.set_exception(error)

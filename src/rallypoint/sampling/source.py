@@ -29,13 +29,13 @@ from rallypoint.errors import RewardError, ScheduleError, StalenessError
 from rallypoint.generation import SamplingParams
 from rallypoint.journal import GroupDropped
 from rallypoint.observability import span
+from rallypoint.roles.frozen import Scorers
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
-from rallypoint.sampling.group import GroupInFlight, InFlight, Scorers
+from rallypoint.sampling.group import GroupInFlight, InFlight, Watch
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
-from rallypoint.sampling.timekeeper import Watch
 from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
 
 # Training seeds are below 2**31, so validation never shares its random numbers with training.

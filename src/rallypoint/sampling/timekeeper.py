@@ -1,15 +1,13 @@
 """How long sampler and trainer wait for each other, and for whom.
 
-Owns: what the journal has of groups and batches, the shares of time in which nobody worked, the words for a group that
-is much slower than others, and the clock of a run. Must not know: what a batch is made of.
+Owns: what the journal has of groups and batches, the shares of time in which nobody worked, and the words for a group
+that is much slower than others. Must not know: what a batch is made of, or what time it is.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import statistics
-import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,8 +15,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from rallypoint.environments.failures import RolloutFailure
-from rallypoint.journal import BatchTaken, GroupScored, Journal, RolloutFailed, TurnSampled
-from rallypoint.sampling.kept import KeptGroups
+from rallypoint.journal import BatchTaken, GroupScored, RolloutFailed, TurnSampled
 from rallypoint.types import Mean, Metrics, Trajectory
 
 if TYPE_CHECKING:
@@ -94,26 +91,6 @@ class Timekeeper:
             f"the step waits for {len(left)} of {len(groups)} prompts: {oldest.name}, prompt {oldest.index} of the "
             f"run, has been under way for {waited:.0f} s and is being {doing}; {of_whom} {usual:.1f} s"
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Watch:
-    """Who is told what happens and what is waited for, and when; and what need not be sampled again."""
-
-    journal: Journal
-    times: Timekeeper
-    kept: KeptGroups = dataclasses.field(default_factory=KeptGroups)
-    """Groups that an earlier start of the run sampled."""
-    patience_s: float = 30.0
-    """Seconds that a step waits before it names a group that is much slower than the others."""
-    grace_s: float = 5.0
-    """Seconds that episodes, and the reward function, are given for a step after the run was asked to end."""
-    began_s: float = dataclasses.field(default_factory=time.monotonic)
-    """Start of the run."""
-
-    def now(self) -> float:
-        """Return the seconds since the run began."""
-        return round(time.monotonic() - self.began_s, 4)
 
 
 def scored_event(group: GroupInFlight, validation: int | None) -> GroupScored:

@@ -28,16 +28,16 @@ from rallypoint.environments.grader import Inline
 from rallypoint.errors import AbandonedError, GenerationError, RewardError, StalenessError
 from rallypoint.generation import Output
 from rallypoint.journal import Journal, Resumed, RunBegan, SliceSent, read_journal
-from rallypoint.roles.frozen import RewardModels
+from rallypoint.roles.frozen import RewardModels, Scorers
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
-from rallypoint.sampling.group import Scorers
+from rallypoint.sampling.group import Watch
 from rallypoint.sampling.groups import PromptsDone
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay
 from rallypoint.sampling.source import RolloutSource
-from rallypoint.sampling.timekeeper import Timekeeper, Watch
+from rallypoint.sampling.timekeeper import Timekeeper
 from rallypoint.types import Trajectory
 
 P, G = 4, 2

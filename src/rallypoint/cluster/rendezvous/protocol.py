@@ -129,7 +129,9 @@ class Rendezvous:
             RendezvousUnreachableError: the place that keeps the rendezvous does not answer.
         """
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of rendezvous {name!r} is not at least 0 and below world_size={world_size}")
+            raise ValueError(
+                f"rank {rank} of rendezvous {name!r}: expected at least 0 and less than world_size={world_size}"
+            )
         if generation is not None and generation < 1:
             raise ValueError(f"generations of rendezvous {name!r} are counted from 1, got {generation}")
         member = Member(rank, payload, platform.node(), os.getpid(), uuid.uuid4().hex, time.time())
