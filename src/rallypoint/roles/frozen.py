@@ -1,6 +1,6 @@
 """Models that are evaluated and never trained: what reference, reward models and teachers share, and the reward models.
 
-These are classifiers that give every rollout one number each.
+These are classifiers that give every rollout one number each; `Scorers` has them beside the reward function.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Scheduler:
         found = [] if sequence.asks_of_prompt else blocks.find(tokens)
         blocks.acquire(found)
         num_cached = sum(len(block.tokens) for block in found)
-        needed = -(-(len(tokens) - num_cached) // BLOCK_TOKENS) + len(sequence.tokens) // BLOCK_TOKENS + 1
+        needed = _blocks(len(tokens) - num_cached) + len(sequence.tokens) // BLOCK_TOKENS + 1
         room, own = blocks.num_available - needed, self._prospect(sequence)
         # What is needed at once costs a look at all that run, for each that joins; mostly there is room for everything.
         is_roomy = most_to_come + _blocks(own[0]) <= room
