@@ -1,4 +1,5 @@
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -182,6 +183,22 @@ def test_a_rank_that_leaves_in_the_middle_ends_the_waiting_of_the_others(rendezv
         groups[1].abandon()
         for one in waiting:
             one.result()
+
+
+@pytest.mark.parametrize("name", "abcd")
+def test_the_end_of_an_abandoned_group_does_not_wait_for_what_is_under_way(rendezvous, name):
+    """The timeout is longer than a test may take, and gloo ends what is sent and received in some cases only."""
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: meet(rendezvous, name, rank=rank, world_size=2, timeout_s=3600), range(2)))
+    for group in (*groups, *groups):
+        group.torch_group.broadcast([torch.zeros(8 << 20)])
+    for group in groups:
+        group.abandon()
+    del group
+    ending = threading.Thread(target=groups.clear, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
 
 
 def test_an_operation_that_is_never_told_that_a_rank_left_is_given_up(rendezvous):
