@@ -6,8 +6,8 @@ PIP_FLAGS ?=
 # Exact versions of all packages; constraints-torch-2.14.txt has those of the newest torch.
 CONSTRAINTS ?= constraints.txt
 
-# Many tests wait for processes, so there are two more workers than cores; each computes in one thread.
-WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 2}')
+# Many tests wait for processes, so there are four more workers than cores; each computes in one thread.
+WORKERS ?= $(shell nproc 2>/dev/null | awk '{print ($$1 < 8 ? $$1 : 8) + 4}')
 
 .PHONY: demo test docs lint check format learn-check test-slow test-vllm gpu-check clean
 

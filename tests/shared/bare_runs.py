@@ -8,6 +8,8 @@ compared once with the family's own code. `tests/unit/display/test_curve.py`, `t
 `tests/unit/recipes/test_ending.py`, `tests/unit/observability/test_flops.py` and
 `tests/unit/model_files/test_packing_check.py` test pictures, pages, counts, that measurement and sketches.
 
+Modules are spared by collections all the time, see `conftest.py`, so that a run need not begin and end that.
+
 And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
 wait: others would import what the first one has. `reward.num_processes` asks for more.
 """
@@ -25,7 +27,7 @@ from rallypoint.display.draw import CurveAsItGoes
 from rallypoint.environments import pool
 from rallypoint.model_files import load
 from rallypoint.observability.flops import device_peak, flops_of
-from rallypoint.recipes import ending
+from rallypoint.recipes import ending, loop
 from rallypoint.roles import learner
 
 _COUNTED = Path(os.environ["RALLYPOINT_TEST_COUNTED"])
@@ -37,6 +39,7 @@ def leave_out() -> None:
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
     ending.write_report = lambda runs, file: None
+    loop._spare_modules = lambda: lambda: None
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
     pool._automatic = _of_one_core
