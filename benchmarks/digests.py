@@ -25,16 +25,16 @@ import yaml
 import rallypoint
 from rallypoint.journal import Journal, StepDone
 from rallypoint.recipes import steps
-from rallypoint.roles import actor, rollout
-from rallypoint.sampling import group
+from rallypoint.roles import actor, connections
+from rallypoint.sampling import in_flight
 
 NUM_WARMUP_STEPS = 2
 RECORDED: tuple[tuple[str, Any, str], ...] = (
     ("events, appended", Journal, "append"),
-    ("digest of published weights", actor, "fingerprint"),
-    ("digest of loaded weights", rollout, "fingerprint"),
+    ("digest of published weights", actor, "weights_digest"),
+    ("digest of loaded weights", connections, "weights_digest"),
     ("digests of the batch", steps, "digests_of"),
-    ("digests of responses", group, "turns_of"),
+    ("digests of responses", in_flight, "turns_of"),
 )
 """What is recorded, and where the function that does it is called."""
 

@@ -50,7 +50,7 @@ def files_between(calls, first, last, *folders):
 def test_a_prompt_passes_few_files_until_an_engine_has_it(calls):
     taken = ("roles/rank_engine.py", "RankEngine.take", False)
     files = files_between(calls, ASKED, taken, "sampling", "environments", "roles")
-    assert {"sampling/source.py", "sampling/group.py", "sampling/client.py", "sampling/mailbox.py"} < files
+    assert {"sampling/source.py", "sampling/in_flight.py", "sampling/client.py", "sampling/mailbox.py"} < files
     assert len(files) <= MAX_FILES_OF_A_PROMPT, "\n".join(sorted(files))
 
 

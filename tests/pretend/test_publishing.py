@@ -20,9 +20,9 @@ from rallypoint.weights import (
     Sender,
     TransferPlan,
     buffers,
-    fingerprint,
     published_folder,
     same_node,
+    weights_digest,
 )
 from rallypoint.weights.checksums import sums
 
@@ -94,7 +94,7 @@ def test_the_host_waits_for_no_checksum_but_once_for_all(pretend):
     sink.finish()
     assert sum(pretend.syncs.values()) == 1
     pretend.reset()
-    fingerprint(tensors)
+    weights_digest(tensors)
     assert sum(pretend.syncs.values()) == 1
 
 
@@ -118,11 +118,11 @@ def test_a_folder_that_one_device_has_written_is_read_by_another(tmp_path):
     assert all(torch.equal(found[name].cpu(), tensor.cpu()) for name, tensor in actor.trained().items())
 
 
-def test_sums_and_fingerprints_are_those_of_every_device():
+def test_sums_and_digests_are_those_of_every_device():
     for num_bytes in (0, 3, 4096, 9002):
         data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         assert torch.equal(sums(data), sums(data.to(DEVICE)).cpu())
     there, other = ({name: tensor.to(device) for name, tensor in WHOLE.items()} for device in (DEVICE, "pretend:1"))
-    assert fingerprint(there) == fingerprint(other)
+    assert weights_digest(there) == weights_digest(other)
     other["matrix"][0, 0] += 1
-    assert fingerprint(there) != fingerprint(other)
+    assert weights_digest(there) != weights_digest(other)

@@ -141,7 +141,7 @@ def _calls(run: str, calls: Sequence[str], conditions: Sequence[str], how: str) 
 
 _STEP = ("actor.logprobs", "actor.train", "critic.values", "critic.train", "reference.logprobs", "rollout.advance")
 _BETWEEN = ("actor.save", "critic.save", "actor.measured", "rollout.measured")
-_PUBLISH = ("actor.fingerprint", "rollout.load")
+_PUBLISH = ("actor.digest", "rollout.load")
 _STREAM = (*_PUBLISH, "actor.send")
 _EVENTS = (
     "RunBegan",

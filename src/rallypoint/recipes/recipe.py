@@ -48,8 +48,8 @@ from rallypoint.roles.reference import Reference
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
 from rallypoint.sampling.episode_task import BlockingWatch
-from rallypoint.sampling.group import Watch
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.in_flight import Watch
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.recorded import Recorded, RecordedSource

@@ -46,7 +46,7 @@ from rallypoint.types import (
     Sum,
     merge,
 )
-from rallypoint.weights import Exposed, Held, Sender, TransferPlan, fingerprint
+from rallypoint.weights import Exposed, Held, Sender, TransferPlan, weights_digest
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
@@ -82,7 +82,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
         return likeliest_of(self.engine, parts, self.config.temperature, num)
 
     @collect
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         """Return a digest of this rank's part of the trained weights."""
         if self._digest is None:
             with self.lease.held(doing="digest"):
@@ -92,7 +92,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def weights_changed(self) -> None:
         """Compute the digest while the weights are awake."""
-        self._digest = fingerprint(self.engine.shard.trained())
+        self._digest = weights_digest(self.engine.shard.trained())
 
     @collect
     @with_lease()
@@ -322,6 +322,6 @@ class Actor(Learner[BatchT, ActorWorker[BatchT]]):
 
     async def _digest(self) -> str:
         """Return a digest of the trained weights; ranks that should hold equal ones are compared."""
-        digests = dict(enumerate(await self._group.call(ActorWorker.fingerprint)))
+        digests = dict(enumerate(await self._group.call(ActorWorker.digest)))
         what = f"the actor's ranks hold different weights at version {self.version}"
         return joint_digest(what, digests, self._group.mesh, "dp_shard", "ep", "tp")

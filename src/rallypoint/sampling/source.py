@@ -2,7 +2,7 @@
 
 Owns: when prompts are sampled, which groups a step takes, and how these become a batch. Must not know: engines, ranks'
 state, what is done with a batch; which examples prompts are (`data/prompt_sets.py`); how a group is sampled
-(`group.py`); the order of groups and the bound (`groups.py`).
+(`in_flight.py`); the order of groups and the bound (`groups.py`).
 
 Consumes: examples, by their place in the prompt stream. Produces: scored batches, groups in order of admission. Waits
 for: groups in flight, and the reward models. Unblocked by: the ends of groups, an error of any of them, and `load`,
@@ -32,8 +32,8 @@ from rallypoint.observability import span
 from rallypoint.roles.frozen import Scorers
 from rallypoint.roles.rollout import Rollouts
 from rallypoint.run.step_rollouts import StepRollouts
-from rallypoint.sampling.group import GroupInFlight, InFlight, Watch
 from rallypoint.sampling.groups import OverSampledGroups, PromptsDone, groups_of
+from rallypoint.sampling.in_flight import GroupInFlight, InFlight, Watch
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.sampled import Measuring, Sampled, penalty_of, shown_tokens
 from rallypoint.types import Last, Metrics, RolloutBatch, Sum, merge
@@ -85,7 +85,7 @@ class RolloutSource:
         is_shown = shown_tokens(prompts.tokenizer, prompts.stop_tokens)
         self._measuring = Measuring(config, is_shown, episode is not single_turn, self._train.num_sources)
         self._num_loads, self.done = 0, PromptsDone()
-        asyncio.create_task(self._follow()).add_done_callback(self._in_flight.end_if_it_failed)
+        asyncio.create_task(self._follow()).add_done_callback(self._in_flight.note_failure)
 
     @property
     def done(self) -> PromptsDone:

@@ -19,7 +19,7 @@ from rallypoint.journal import BatchTaken, GroupScored, RolloutFailed, TurnSampl
 from rallypoint.types import Mean, Metrics, Trajectory
 
 if TYPE_CHECKING:
-    from rallypoint.sampling.group import GroupInFlight
+    from rallypoint.sampling.in_flight import GroupInFlight
 
 _MUCH_SLOWER = 10.0
 """Times as long as most others take."""

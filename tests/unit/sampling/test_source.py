@@ -31,8 +31,8 @@ from rallypoint.journal import Journal, Resumed, RunBegan, SliceSent, read_journ
 from rallypoint.roles.frozen import RewardModels, Scorers
 from rallypoint.roles.rank_engine import SliceResult
 from rallypoint.run.recorded_schedule import Origin, RecordedSchedule
-from rallypoint.sampling.group import Watch
 from rallypoint.sampling.groups import PromptsDone
+from rallypoint.sampling.in_flight import Watch
 from rallypoint.sampling.kept import KeptGroups
 from rallypoint.sampling.mailbox import Mailbox
 from rallypoint.sampling.replay import Recorder, Schedule, ScheduleReplay

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.weights.checksums import fingerprint, sums
+from rallypoint.weights.checksums import sums, weights_digest
 
 
 def by_hand(data):
@@ -61,6 +61,6 @@ def test_a_flipped_bit_changes_sums_wherever_it_is():
         before[bit // 8] ^= 1 << bit % 8
 
 
-def test_tensors_that_have_changed_places_have_another_fingerprint():
+def test_tensors_that_have_changed_places_have_another_digest():
     one, other = torch.randn(2, 30, 40, generator=torch.Generator().manual_seed(0)).unbind(0)
-    assert fingerprint({"a": one, "b": other}) != fingerprint({"a": other, "b": one})
+    assert weights_digest({"a": one, "b": other}) != weights_digest({"a": other, "b": one})

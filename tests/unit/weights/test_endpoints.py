@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Receiver, Sender, fingerprint
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Receiver, Sender, weights_digest
 from rallypoint.weights.manifest import rectangles_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
@@ -167,10 +167,10 @@ def test_loading_goes_into_parameters_that_are_trained_and_keeps_them_trainable(
     assert parameter.sum() == 4
 
 
-def test_a_fingerprint_is_of_names_shapes_types_and_bits_and_not_of_order_or_layout():
-    base = fingerprint(weights())
-    assert fingerprint(dict(reversed(weights().items()))) == base
-    assert fingerprint({**weights(), "turned": weights()["turned"].contiguous()}) == base
+def test_a_digest_is_of_names_shapes_types_and_bits_and_not_of_order_or_layout():
+    base = weights_digest(weights())
+    assert weights_digest(dict(reversed(weights().items()))) == base
+    assert weights_digest({**weights(), "turned": weights()["turned"].contiguous()}) == base
     others = [
         without("empty"),
         {**without("matrix"), "matrices": weights()["matrix"]},
@@ -179,4 +179,4 @@ def test_a_fingerprint_is_of_names_shapes_types_and_bits_and_not_of_order_or_lay
         {**weights(), "vector": weights()["vector"].flip(0)},
         {**weights(), "empty": torch.zeros(4, 0)},
     ]
-    assert len({base, *(fingerprint(other) for other in others)}) == len(others) + 1
+    assert len({base, *(weights_digest(other) for other in others)}) == len(others) + 1

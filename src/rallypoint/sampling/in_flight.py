@@ -200,7 +200,7 @@ class InFlight:
             ended=ended,
         )
         batch = AdmittedBatch(scoring, validation)
-        loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.end_if_it_failed)
+        loop.run_in_executor(self._threads, scoring.run).add_done_callback(self.note_failure)
         for place, (index, prompt) in enumerate(prompts.items()):
             rank = self._mailbox.rank_of(*((index % num_places, num_places) if num_places else (place, len(prompts))))
             clients = [
@@ -208,7 +208,7 @@ class InFlight:
                 for sample in range(group_size)
             ]
             sampled = asyncio.create_task(self._sample(place, prompt, clients, batch))
-            sampled.add_done_callback(self.end_if_it_failed)
+            sampled.add_done_callback(self.note_failure)
             scored, now = loop.create_future(), self._watch.now()
             batch.groups[place] = GroupInFlight(index, prompt.example.name, rank, batch, sampled, scored, now)
         groups = list(batch.groups.values())
@@ -230,7 +230,7 @@ class InFlight:
         except RallyError as error:  # nobody awaits a callback
             for group, _ in found:
                 group.scored.set_exception(error)
-                self.end_if_it_failed(group.scored)
+                self.note_failure(group.scored)
             return
         for group, scored in found:
             group.scored.set_result(scored)
@@ -356,7 +356,7 @@ class InFlight:
             "what it awaits a deadline, with asyncio.timeout"
         )
 
-    def end_if_it_failed(self, done: asyncio.Future[Any]) -> None:
+    def note_failure(self, done: asyncio.Future[Any]) -> None:
         """Raise the error of something that has ended, if it has one, in the caller who waits."""
         error = None if done.cancelled() else done.exception()
         if error is not None and not self._failure.done():
