@@ -31,8 +31,8 @@ from rallypoint.sampling import in_flight
 NUM_WARMUP_STEPS = 2
 RECORDED: tuple[tuple[str, Any, str], ...] = (
     ("events, appended", Journal, "append"),
-    ("digest of published weights", actor, "weights_digest"),
-    ("digest of loaded weights", connections, "weights_digest"),
+    ("digest of published weights", actor, "digested"),
+    ("digest of loaded weights", connections, "digested"),
     ("digests of the batch", steps, "digests_of"),
     ("digests of responses", in_flight, "turns_of"),
 )

@@ -176,7 +176,7 @@ def pytest_sessionfinish(session):
 def pytest_collection_finish():
     """Have runs and learners do what is tested, see `bare_runs`, if there are any.
 
-    And leave what was imported out of later collections of garbage: every run begins with one, which took half of it.
+    And leave what was imported out of later collections of garbage, which would look through all of it.
     """
     if {"rallypoint.recipes.ending", "rallypoint.roles.learner"} & sys.modules.keys():
         importlib.import_module("bare_runs").leave_out()

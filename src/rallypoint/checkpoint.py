@@ -263,7 +263,7 @@ def _expected(entry: Mapping[str, Any]) -> str | list[Listed]:
     return parts
 
 
-def weights_digest(checkpoint: Path) -> str:
+def digested(checkpoint: Path) -> str:
     """Return a digest of the weights in a checkpoint, from its manifest: files of weights, by name and content.
 
     It depends on the names, types, shapes and bits of all tensors, and not on which ranks wrote which parts of them. In

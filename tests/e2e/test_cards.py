@@ -113,7 +113,7 @@ def test_the_card_says_what_a_model_was_made_from_and_nothing_of_the_machines_fo
     saved = run.checkpoints / "step_000002"
     record = json.loads((saved / "training" / "run.json").read_text())
     assert "# mine, step 2" in body
-    assert checkpoint.weights_digest(saved) in body
+    assert checkpoint.digested(saved) in body
     digests = [digest for files in record["inputs"].values() for digest in files.values()]
     assert digests
     assert all(digest in body for digest in digests)

@@ -20,9 +20,9 @@ from rallypoint.weights import (
     Sender,
     TransferPlan,
     buffers,
+    digested,
     published_folder,
     same_node,
-    weights_digest,
 )
 from rallypoint.weights.checksums import sums
 
@@ -94,7 +94,7 @@ def test_the_host_waits_for_no_checksum_but_once_for_all(pretend):
     sink.finish()
     assert sum(pretend.syncs.values()) == 1
     pretend.reset()
-    weights_digest(tensors)
+    digested(tensors)
     assert sum(pretend.syncs.values()) == 1
 
 
@@ -123,6 +123,6 @@ def test_sums_and_digests_are_those_of_every_device():
         data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         assert torch.equal(sums(data), sums(data.to(DEVICE)).cpu())
     there, other = ({name: tensor.to(device) for name, tensor in WHOLE.items()} for device in (DEVICE, "pretend:1"))
-    assert weights_digest(there) == weights_digest(other)
+    assert digested(there) == digested(other)
     other["matrix"][0, 0] += 1
-    assert weights_digest(there) != weights_digest(other)
+    assert digested(there) != digested(other)

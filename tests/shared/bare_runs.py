@@ -8,7 +8,7 @@ compared once with the family's own code. `tests/unit/display/test_curve.py`, `t
 `tests/unit/recipes/test_ending.py`, `tests/unit/observability/test_flops.py` and
 `tests/unit/model_files/test_packing_check.py` test pictures, pages, counts, that measurement and sketches.
 
-Modules are spared by collections all the time, see `conftest.py`, so that a run need not begin and end that.
+Collections of garbage leave modules out all the time, see `conftest.py`, so that a run need not begin and end that.
 
 And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
 wait: others would import what the first one has. `reward.num_processes` asks for more.
@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import threading
+import types
 from pathlib import Path
 
 from rallypoint.display.draw import CurveAsItGoes
@@ -39,7 +40,7 @@ def leave_out() -> None:
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
     ending.write_report = lambda runs, file: None
-    loop._spare_modules = lambda: lambda: None
+    loop.gc = types.SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
     pool._automatic = _of_one_core

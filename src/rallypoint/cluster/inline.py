@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import gc
 import os
 import platform
 import queue
@@ -180,7 +179,6 @@ class InlineRuntime:
     head = None
 
     def __init__(self, *, log_folder: Path, silence_s: float = 60.0, say: Callable[[str], None] = print) -> None:
-        gc.collect()  # an earlier run of this interpreter may have left workers, and device memory, in cycles
         self._pools: dict[ResourcePool, list[InlineProcess]] = {}
         self.threads: list[threading.Thread] = []
         """Threads of all processes, ended ones too."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -145,6 +146,7 @@ def _launched(
     display: bool | Progress,
 ) -> Run:
     def start() -> tuple[RunFolder, bool]:
+        gc.collect()  # an earlier run of this interpreter may have left workers, and device memory, in cycles
         console, progress = Console(quiet=display is False), _progress(display)
         return launch(
             named,

@@ -87,10 +87,14 @@ class Group:
         self.membership.close()
 
     def abandon(self) -> None:
-        """Leave in the middle of an operation: the other ranks fail at once and learn that this rank left."""
+        """Leave in the middle of an operation: the other ranks fail at once and learn that this rank left.
+
+        gloo does not end all operations when their connections end: threads then wait for the rest of the group's
+        timeout, and destroying the group would wait for them. So the group is kept for good.
+        """
         self.membership.close()
         if self.device == "cpu":
-            self._keep()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_group))
             sever([member.payload.partition(b" ")[2] for member in self.membership.members])
         else:
             self.torch_group.abort()
@@ -120,25 +124,21 @@ class Group:
             ) from error
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for an operation of this group, within a block that is `watched`, as long as all ranks are there."""
+        """Wait for an operation of this group, within a block that is `watched`, as long as all ranks are there.
+
+        A group whose operation might wait for longer is kept for good, see `abandon`.
+        """
         if self.device == "cpu":
             lost: RallyError | None = None
             while not _ends_soon(work):
                 if lost is not None:
-                    self._keep()
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_group))
                     raise lost
                 try:
                     self.check()
                 except (MembershipLostError, StaleGenerationError) as error:
                     lost = error  # what is on its way may still come
         work.wait()
-
-    def _keep(self) -> None:
-        """Never destroy the torch group, which would wait for the operations under way.
-
-        gloo does not end all of them when a connection ends: their threads wait for the rest of the group's timeout.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_group))
 
     def _wait_for_news(self) -> None:
         """Give the rendezvous time to notice a rank that died."""

@@ -134,7 +134,7 @@ def model_card(trained: Trained) -> str | None:
     record = Record.read(folder)
     lines = [*_front(trained.config), f"# {run.path.name}, step {step}", ""]
     lines += [f"Trained with [rallypoint](https://pypi.org/project/rallypoint/), recipe `{trained.config.recipe}`.", ""]
-    lines += _table(dict(_facts(trained, record, state, step, checkpoint.weights_digest(folder))))
+    lines += _table(dict(_facts(trained, record, state, step, checkpoint.digested(folder))))
     files = {f"{key}, {name}": f"`{digest}`" for key, named in record.inputs.items() for name, digest in named.items()}
     lines += ["", "## Made from", "", *_table(files), ""]
     lines += ["## Config", "", "<details><summary>every key</summary>", "", *_table(_keys(trained.config)), ""]

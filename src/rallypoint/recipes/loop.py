@@ -146,7 +146,8 @@ async def _train(
         if agents is not None:
             at_end.add(agents.close)
             await agents.open()
-        at_end.add(_spare_modules())
+        gc.freeze()  # or a full collection, each few steps, takes a quarter of a second for modules alone
+        at_end.add(gc.unfreeze)
         starts = Starts(
             beginning,
             folder,
@@ -167,16 +168,6 @@ async def _train(
         )
         at_end.add(starts.close, after=runtime.shutdown)  # workers renew their leases there
         return await starts.run()
-
-
-def _spare_modules() -> Callable[[], None]:
-    """Keep full collections from modules: one is due each few steps, and these take it a quarter of a second.
-
-    Returns:
-        What ends that.
-    """
-    gc.freeze()
-    return gc.unfreeze
 
 
 def _open_runtime(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> Runtime:

@@ -240,7 +240,7 @@ class Saver:
         """
         saved = self.folder.checkpoints / checkpoint.checkpoint_name(step)
         with naming(saved):
-            weights = checkpoint.weights_digest(saved)
+            weights = checkpoint.digested(saved)
         self.saved, self._since = step, self.clock()
         for older in checkpoint.steps(self.folder.snapshots):
             if older <= step:

@@ -46,7 +46,7 @@ from rallypoint.types import (
     Sum,
     merge,
 )
-from rallypoint.weights import Exposed, Held, Sender, TransferPlan, weights_digest
+from rallypoint.weights import Exposed, Held, Sender, TransferPlan, digested
 
 BatchT = TypeVar("BatchT", bound=Sequences)
 
@@ -92,7 +92,7 @@ class ActorWorker(LearnerWorker[BatchT, TokenOutputs]):
 
     def weights_changed(self) -> None:
         """Compute the digest while the weights are awake."""
-        self._digest = weights_digest(self.engine.shard.trained())
+        self._digest = digested(self.engine.shard.trained())
 
     @collect
     @with_lease()

@@ -24,16 +24,7 @@ from rallypoint.roles.colocated import ActorParts
 from rallypoint.roles.placement import WorkerSpec
 from rallypoint.roles.publishing import Stream
 from rallypoint.transport_kinds import TransportKind, within_a_node
-from rallypoint.weights import (
-    Exposed,
-    Receiver,
-    Sender,
-    TransferPlan,
-    Transport,
-    join,
-    published_folder,
-    weights_digest,
-)
+from rallypoint.weights import Exposed, Receiver, Sender, TransferPlan, Transport, digested, join, published_folder
 from rallypoint.weights.buffers import kinds_of_memory
 from rallypoint.weights.relay import Relay, relayed
 from rallypoint.weights.same_node import Outlet, leave_out, meet_members, relay
@@ -139,7 +130,7 @@ class ModelReplica:
     def read(self, version: int, published: Path) -> str | None:
         """See `Replica`."""
         published_folder.read(self._shard, published, version)
-        return weights_digest(trained_weights(self._shard.model))
+        return digested(trained_weights(self._shard.model))
 
     def receive(self, version: int) -> str | None:
         """See `Replica`."""
@@ -152,7 +143,7 @@ class ModelReplica:
                 source = open_senders.enter_context(self._actor.open_sender())
             self._connection.transport.run(version, source, sink, self._context.tick)
         sink.finish()
-        return weights_digest(weights)
+        return digested(weights)
 
 
 class ServerReplica:

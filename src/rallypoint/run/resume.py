@@ -163,7 +163,7 @@ def _adopted(folder: RunFolder) -> CheckpointSaved | None:
         return None
     name = checkpoint.checkpoint_name(step)
     checkpoint.adopt(folder.snapshots / name, folder.checkpoints)
-    return CheckpointSaved(step=step, weights=checkpoint.weights_digest(folder.checkpoints / name), metrics={})
+    return CheckpointSaved(step=step, weights=checkpoint.digested(folder.checkpoints / name), metrics={})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -358,8 +358,7 @@ class InFlight:
 
     def note_failure(self, done: asyncio.Future[Any]) -> None:
         """Raise the error of something that has ended, if it has one, in the caller who waits."""
-        error = None if done.cancelled() else done.exception()
-        if error is not None and not self._failure.done():
+        if not done.cancelled() and (error := done.exception()) is not None and not self._failure.done():
             self._failure.set_exception(error)
             self._failure.exception()  # or asyncio says that nobody asked for it
 

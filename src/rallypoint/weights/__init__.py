@@ -3,7 +3,7 @@
 Must not know: what the roles do, and when weights are published.
 """
 
-from rallypoint.weights.checksums import weights_digest as weights_digest
+from rallypoint.weights.checksums import digested as digested
 from rallypoint.weights.endpoints import Receiver as Receiver, Sender as Sender
 from rallypoint.weights.exposed import Exposed as Exposed
 from rallypoint.weights.manifest import HEADER_BYTES as HEADER_BYTES, Held as Held, Manifest as Manifest

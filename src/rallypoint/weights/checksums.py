@@ -49,7 +49,7 @@ def sums(data: Tensor) -> Tensor:
     return torch.stack([plain, placed])
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
+def digested(weights: Mapping[str, Tensor]) -> str:
     """Return a digest of the names, shapes, types and bits of all weights, which are on one kind of device.
 
     On accelerators the sums are computed there, and the host waits for them once.

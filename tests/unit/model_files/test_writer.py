@@ -254,7 +254,7 @@ def digest_of(folder, step, save):
     """Return the digest of the weights that are saved as a file of a new checkpoint."""
     with checkpoint.writing(folder, step, durable=False) as partial:
         save(partial / "model.safetensors")
-    return checkpoint.weights_digest(folder / checkpoint.checkpoint_name(step))
+    return checkpoint.digested(folder / checkpoint.checkpoint_name(step))
 
 
 SUMMED = Writing(is_listed=True, is_summed=True)

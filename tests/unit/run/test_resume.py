@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.checkpoint import MANIFEST, checkpoint_name, visible, weights_digest, writing
+from rallypoint.checkpoint import MANIFEST, checkpoint_name, digested, visible, writing
 from rallypoint.config import RunConfig, load_config, values_of
 from rallypoint.errors import CheckpointError, DataError, ResumeError
 from rallypoint.journal import Journal, RunBegan, StepDone
@@ -309,7 +309,7 @@ def test_the_snapshot_of_a_run_that_was_killed_is_what_it_goes_on_from_and_a_com
     assert visible(run.snapshots) == [23]
     found = resumed(run)
     assert found.first == found.adopted.step == 23
-    assert found.adopted.weights == weights_digest(run.checkpoints / "step_000023")
+    assert found.adopted.weights == digested(run.checkpoints / "step_000023")
     assert (visible(run.checkpoints), visible(run.snapshots)) == ([20, 23], [])
     assert resumed(run).adopted is None
 

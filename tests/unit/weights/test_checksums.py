@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.weights.checksums import sums, weights_digest
+from rallypoint.weights.checksums import digested, sums
 
 
 def by_hand(data):
@@ -63,4 +63,4 @@ def test_a_flipped_bit_changes_sums_wherever_it_is():
 
 def test_tensors_that_have_changed_places_have_another_digest():
     one, other = torch.randn(2, 30, 40, generator=torch.Generator().manual_seed(0)).unbind(0)
-    assert weights_digest({"a": one, "b": other}) != weights_digest({"a": other, "b": one})
+    assert digested({"a": one, "b": other}) != digested({"a": other, "b": one})

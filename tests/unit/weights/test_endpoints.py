@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import WeightsMismatchError
 from rallypoint.models import Part
-from rallypoint.weights import HEADER_BYTES, Held, Manifest, Receiver, Sender, weights_digest
+from rallypoint.weights import HEADER_BYTES, Held, Manifest, Receiver, Sender, digested
 from rallypoint.weights.manifest import rectangles_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
@@ -168,9 +168,9 @@ def test_loading_goes_into_parameters_that_are_trained_and_keeps_them_trainable(
 
 
 def test_a_digest_is_of_names_shapes_types_and_bits_and_not_of_order_or_layout():
-    base = weights_digest(weights())
-    assert weights_digest(dict(reversed(weights().items()))) == base
-    assert weights_digest({**weights(), "turned": weights()["turned"].contiguous()}) == base
+    base = digested(weights())
+    assert digested(dict(reversed(weights().items()))) == base
+    assert digested({**weights(), "turned": weights()["turned"].contiguous()}) == base
     others = [
         without("empty"),
         {**without("matrix"), "matrices": weights()["matrix"]},
@@ -179,4 +179,4 @@ def test_a_digest_is_of_names_shapes_types_and_bits_and_not_of_order_or_layout()
         {**weights(), "vector": weights()["vector"].flip(0)},
         {**weights(), "empty": torch.zeros(4, 0)},
     ]
-    assert len({base, *(weights_digest(other) for other in others)}) == len(others) + 1
+    assert len({base, *(digested(other) for other in others)}) == len(others) + 1
