@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import shutil
 
 import pytest
@@ -34,7 +35,8 @@ def steps_of(run):
 
 
 def run_on(runs, device, name, *more):
-    """Run on a device, in the forms that accelerators take."""
+    """Run on a device, in the forms that accelerators take, and without what earlier runs left there in cycles."""
+    gc.collect()
     alike = ("model.dtype=float32", "engine.activations=keep")  # which have other defaults there
     more = (f"trainer.num_steps={NUM_STEPS}", *alike, *more)
     with accelerator_forms() if device == "cpu" else contextlib.nullcontext():
