@@ -95,8 +95,9 @@ class NativeEngine:
         self._keeps_memory = bool(least_of(peers_of(model), keeps_memory))  # ranks may have unlike devices
         self._recomputes, self._decode = on_load == "recompute", decode
         self._num_blocks = -(-size.least_tokens // BLOCK_TOKENS)
+        self._num_ids, self._max_positions = vocabulary_of(model), max_positions(model)  # slow, and asked by requests
         # A prompt and its response begin a block each.
-        self.max_request_tokens = min(max_positions(model), (self._num_blocks - 1) * BLOCK_TOKENS)
+        self.max_request_tokens = min(self._max_positions, (self._num_blocks - 1) * BLOCK_TOKENS)
         self._scheduler = Scheduler(max_rows)
         backend = backend or _backend_for(model, mode)
         if records_experts:
@@ -121,9 +122,8 @@ class NativeEngine:
 
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
-        check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
-        room = max_positions(self.model) - len(request.tokens)
-        max_new_tokens = min(request.params.max_new_tokens, room)
+        check_request(request, self._num_ids, self.max_request_tokens, self._decode is not None)
+        max_new_tokens = min(request.params.max_new_tokens, self._max_positions - len(request.tokens))
         self._check_memory(request, max_new_tokens)
         with self._lock:
             self._next_id += 1
