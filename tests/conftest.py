@@ -8,6 +8,7 @@ record the durations anew, on a machine with nothing else to do: `make test DURA
 
 import atexit
 import collections
+import faulthandler
 import gc
 import importlib
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 from _pytest.assertion import rewrite
 from _pytest.doctest import DoctestModule
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 from jaxtyping import config as checks_of_shapes, install_import_hook
 from skips import refuse_skip
@@ -185,6 +187,20 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """End this process a minute after a test should have ended: where C code waits, no timeout can be raised."""
+    mark = item.get_closest_marker("timeout")
+    limit_s = float(mark.args[0] if mark else item.config.getini("timeout"))
+    if not item.config.getoption("usepdb"):
+        into = item.config.stash.get(fault_handler_stderr_fd_key, 2)  # where it is not captured
+        faulthandler.dump_traceback_later(limit_s + 60, file=into, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """End a Ray that tests have shared after the last one that may use it."""
     result = yield
@@ -215,6 +231,14 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             return part_of(nodeid)
+
+        def remove_node(self, node):
+            """Have other workers do what is left, but not the test in which one has ended: it might end them all."""
+            left = ((part, test) for part in self.assigned_work[node].values() for test in part if not part[test])
+            part, test = next(left, ({}, None))
+            part[test] = True
+            super().remove_node(node)
+            return test
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
