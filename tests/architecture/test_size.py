@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-MAX_CODE_LINES = 57_441
+MAX_CODE_LINES = 57_440
 MAX_SINGLE_IMPORTERS = 45
 
 BLANK = {

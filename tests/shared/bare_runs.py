@@ -8,7 +8,8 @@ compared once with the family's own code. `tests/unit/display/test_curve.py`, `t
 `tests/unit/recipes/test_ending.py`, `tests/unit/observability/test_flops.py` and
 `tests/unit/model_files/test_packing_check.py` test pictures, pages, counts, that measurement and sketches.
 
-Collections of garbage leave modules out all the time, see `conftest.py`, so that a run need not begin and end that.
+Collections of garbage leave modules out all the time, see `conftest.py`, so that a run need not begin and end that; nor
+does it begin with a collection, for what earlier ones have left takes no memory of a device.
 
 And functions and agents of one's own have a process at first, as on a machine of one core, and more when they mostly
 wait: others would import what the first one has. `reward.num_processes` asks for more.
@@ -40,7 +41,7 @@ def leave_out() -> None:
     ending.CurveAsItGoes = functools.partial(CurveAsItGoes, clock=lambda: 0.0)  # no time goes by, so none is due
     ending.save_curve = lambda folder: None
     ending.write_report = lambda runs, file: None
-    loop.gc = types.SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)
+    loop.gc = types.SimpleNamespace(collect=lambda: None, freeze=lambda: None, unfreeze=lambda: None)
     learner.flops_of = _counted_once
     learner.device_peak = _measured_once
     pool._automatic = _of_one_core

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-import gc
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +145,6 @@ def _launched(
     display: bool | Progress,
 ) -> Run:
     def start() -> tuple[RunFolder, bool]:
-        gc.collect()  # an earlier run of this interpreter may have left workers, and device memory, in cycles
         console, progress = Console(quiet=display is False), _progress(display)
         return launch(
             named,

@@ -75,6 +75,7 @@ def train(
     Returns:
         True when all steps are done, False when the run was interrupted (its state is saved).
     """
+    gc.collect()  # an earlier run of this interpreter may have left workers, and device memory, in cycles
     with folder.locked(), process_as_found(), few_threads(), Journal(folder.journal) as journal:
         journal.subscribe(progress.take)
         config = anchored(loaded.config)
