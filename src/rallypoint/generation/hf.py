@@ -23,7 +23,7 @@ from rallypoint.generation.requests import (
     not_finite,
     prompt_logprobs,
     take_over,
-    vocabulary_of,
+    vocabulary_size,
 )
 from rallypoint.generation.sampler import (
     RawLogits,
@@ -59,7 +59,7 @@ class HFEngine:
 
     def submit(self, request: Request) -> int:
         """See `GenerationEngine.submit`."""
-        check_request(request, vocabulary_of(self.model), self.max_request_tokens, self._decode is not None)
+        check_request(request, vocabulary_size(self.model), self.max_request_tokens, self._decode is not None)
         with self._lock:
             self._next_id += 1
             self._waiting[self._next_id] = request

@@ -27,7 +27,7 @@ def max_positions(model: PreTrainedModel) -> int:
     return int(getattr(model.config, "max_position_embeddings", 2**20))
 
 
-def vocabulary_of(model: PreTrainedModel) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """Return how many token ids a model knows, all ranks together if it is cut over some."""
     head = model.get_output_embeddings()
     if isinstance(head, VocabParallelLinear):

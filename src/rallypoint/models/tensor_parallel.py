@@ -97,7 +97,7 @@ class Cutter:
         embedding, head = cast("nn.Embedding", model.get_input_embeddings()), model.get_output_embeddings()
         tied = isinstance(head, nn.Linear) and head.weight is embedding.weight
         num_tokens = embedding.num_embeddings
-        tokens = vocabulary_of(self._ranks.rank, self._ranks.size, num_tokens)
+        tokens = vocabulary_of_rank(self._ranks.rank, self._ranks.size, num_tokens)
         self._narrow(embedding, "weight", 0, tokens)
         embedding.num_embeddings = len(tokens)
         if embedding.padding_idx is not None:
@@ -250,10 +250,10 @@ def renumbered(chosen: Tensor, own: range) -> Tensor:
     return (chosen - own.start).masked_fill(foreign, len(own))
 
 
-def vocabulary_of(rank: int, num_ranks: int, num_tokens: int) -> range:
+def vocabulary_of_rank(rank: int, num_ranks: int, num_tokens: int) -> range:
     """Return the part of the vocabulary of a rank; sizes differ by at most one token.
 
-    >>> [vocabulary_of(rank, 3, 20) for rank in range(3)]
+    >>> [vocabulary_of_rank(rank, 3, 20) for rank in range(3)]
     [range(0, 6), range(6, 13), range(13, 20)]
     """
     return range(num_tokens * rank // num_ranks, num_tokens * (rank + 1) // num_ranks)
@@ -266,18 +266,18 @@ class VocabParallelLinear(nn.Linear):
         """Take over this rank's part of a head.
 
         Args:
-            part: head with the weights of this rank's tokens, see `vocabulary_of`.
+            part: head with the weights of this rank's tokens, see `vocabulary_of_rank`.
             num_tokens: V: of all ranks.
             tp: the ranks.
         """
-        tokens = vocabulary_of(tp.rank, tp.size, num_tokens)
+        tokens = vocabulary_of_rank(tp.rank, tp.size, num_tokens)
         super().__init__(part.in_features, len(tokens), device="meta")
         self.weight, self.bias = part.weight, part.bias
         self.tokens, self.num_tokens, self.tp = tokens, num_tokens, tp
 
     def all_logits(self, states: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, with the same bits on every rank: [B, E] -> [B, V]."""
-        sizes = [len(vocabulary_of(rank, self.tp.size, self.num_tokens)) for rank in range(self.tp.size)]
+        sizes = [len(vocabulary_of_rank(rank, self.tp.size, self.num_tokens)) for rank in range(self.tp.size)]
         parts = self.tp.all_gather(self(states).t(), sizes)
         return torch.cat([part.t() for part in parts], 1)
 

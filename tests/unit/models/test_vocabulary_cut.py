@@ -11,7 +11,7 @@ from rallypoint.models.tensor_parallel import (
     VocabParallelLinear,
     vocab_parallel_likeliest,
     vocab_parallel_outputs,
-    vocabulary_of,
+    vocabulary_of_rank,
 )
 
 
@@ -23,7 +23,7 @@ def plainly(states, weight, bias, targets, temperature, softcap=None):
 
 
 def head_of(mesh, weight, bias):
-    tokens = vocabulary_of(mesh.tp.rank, mesh.tp.size, len(weight))
+    tokens = vocabulary_of_rank(mesh.tp.rank, mesh.tp.size, len(weight))
     own = slice(tokens.start, tokens.stop)
     part = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, dtype=weight.dtype)
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_nan_in_one_state_stays_with_its_token(on_mesh):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_ranks_share_the_vocabulary_without_gap_or_overlap_and_almost_evenly(num_ranks):
-    parts = [vocabulary_of(rank, num_ranks, 151_936) for rank in range(num_ranks)]
+    parts = [vocabulary_of_rank(rank, num_ranks, 151_936) for rank in range(num_ranks)]
     assert [token for part in parts for token in (part.start, part.stop)][1:-1:2] == [part.start for part in parts[1:]]
     assert (parts[0].start, parts[-1].stop) == (0, 151_936)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

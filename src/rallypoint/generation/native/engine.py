@@ -41,7 +41,7 @@ from rallypoint.generation.native.recurrent import is_recurrent
 from rallypoint.generation.native.scheduler import Scheduler
 from rallypoint.generation.native.sequence import Sequence
 from rallypoint.generation.protocol import Output, Request, is_whole, refuse_unless
-from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_of
+from rallypoint.generation.requests import Decode, check_request, max_positions, not_finite, take_over, vocabulary_size
 from rallypoint.models.tensor_parallel import peers_of
 from rallypoint.parallel import least_of
 
@@ -95,7 +95,7 @@ class NativeEngine:
         self._keeps_memory = bool(least_of(peers_of(model), keeps_memory))  # ranks may have unlike devices
         self._recomputes, self._decode = on_load == "recompute", decode
         self._num_blocks = -(-size.least_tokens // BLOCK_TOKENS)
-        self._num_ids, self._max_positions = vocabulary_of(model), max_positions(model)  # slow, and asked by requests
+        self._num_ids, self._max_positions = vocabulary_size(model), max_positions(model)  # slow, and asked by requests
         # A prompt and its response begin a block each.
         self.max_request_tokens = min(self._max_positions, (self._num_blocks - 1) * BLOCK_TOKENS)
         self._scheduler = Scheduler(max_rows)

@@ -19,7 +19,7 @@ from rallypoint.config.limits import BLOCK_TOKENS, CACHE_MARGIN
 from rallypoint.cpu.pages import reserve
 from rallypoint.errors import CacheError
 from rallypoint.generation.native.recurrent import DeltaShapes, RecurrentStates
-from rallypoint.generation.requests import vocabulary_of
+from rallypoint.generation.requests import vocabulary_size
 from rallypoint.models.kinds.linear_attention import DeltaInputs, DeltaStates, Recurrence
 from rallypoint.models.products import NO_LIMITS, Limits
 
@@ -170,7 +170,7 @@ class Probe:
     """Rows without a cache: attention that needs all of query, key and value, and remembers their shapes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tokens = torch.arange(5, device=model.device) % vocabulary_of(model)
+        self.tokens = torch.arange(5, device=model.device) % vocabulary_size(model)
         self.position_ids = 3 * self.tokens.unsqueeze(0)
         self.layers: list[tuple[int, int, int]] = []
         self.states: DeltaStates | None = None

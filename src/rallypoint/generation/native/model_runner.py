@@ -22,7 +22,7 @@ from rallypoint.generation.native.kv_cache import CacheSize, KVCache, LayerShape
 from rallypoint.generation.native.recording_decoder import RecordingDecoder
 from rallypoint.generation.native.recurrent import RecurrentStates, in_turns
 from rallypoint.generation.native.sequence import PrefillChunk, Sequence
-from rallypoint.generation.requests import prompt_logprobs, vocabulary_of
+from rallypoint.generation.requests import prompt_logprobs, vocabulary_size
 from rallypoint.generation.sampler import SampledTokens, Sampler, SamplingMetadata
 from rallypoint.models.tensor_parallel import peers_of
 from rallypoint.parallel import least_of
@@ -211,7 +211,7 @@ class ModelRunner:
                 if block.tokens:
                     block.last_state = wanted[-1]
                 if (sequence := chunk.asked_by) is not None:
-                    num, num_ids = sequence.request.prompt_logprobs or 0, vocabulary_of(self._backend.decoder.model)
+                    num, num_ids = sequence.request.prompt_logprobs or 0, vocabulary_size(self._backend.decoder.model)
                     said = prompt_logprobs(wanted, chunk.tokens, self._backend.logits, num, num_ids=num_ids)
                     sequence.prompt_logprobs = said
 

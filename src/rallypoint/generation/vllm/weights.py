@@ -15,7 +15,7 @@ from torch.nn import functional
 from rallypoint.errors import GenerationError
 from rallypoint.families import FAMILIES
 from rallypoint.generation.protocol import Output
-from rallypoint.generation.requests import vocabulary_of
+from rallypoint.generation.requests import vocabulary_size
 from rallypoint.model_files.pieces import Sources
 from rallypoint.model_files.tensor_names import sources_of
 from rallypoint.models import ModelShard, named_weights
@@ -61,7 +61,7 @@ class Outline:
             num_heads, numbers = 1, config.kv_lora_rank + config.qk_rope_head_dim
         per_token = numbers * config.num_hidden_layers * next(model.parameters()).dtype.itemsize
         routers = dict(_routers(model))
-        return cls(named_weights(model), sources_of(model), vocabulary_of(model), per_token, num_heads, routers)
+        return cls(named_weights(model), sources_of(model), vocabulary_size(model), per_token, num_heads, routers)
 
     def with_experts(self, outputs: Sequence[Output], num_prompt_tokens: int, read: bytes) -> list[Output]:
         """Return the outputs of a whole response with the experts before each token, as they are recorded.
