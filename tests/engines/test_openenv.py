@@ -1,10 +1,11 @@
 """A server of OpenEnv's, in the environment that `rally engine install openenv` makes, and our client of it."""
 
 import asyncio
+import contextlib
+import http.client
 import re
 import socket
 import subprocess
-import time
 
 import pytest
 from tiny_models import make_tiny_model
@@ -15,7 +16,7 @@ from rallypoint.errors import EngineError
 from rallypoint.install import Installed, find_engine
 
 SERVER = """
-import sys, uvicorn
+import socket, sys, uvicorn
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
@@ -45,7 +46,7 @@ class Guessing(Environment):
 
 
 app = create_fastapi_app(Guessing, Guess, Told, max_concurrent_envs=2)
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
 """
 
 
@@ -61,18 +62,14 @@ def openenv() -> Installed:
 
 @pytest.fixture
 def url(openenv):
-    """A server of two sessions at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen([openenv.python, "-c", SERVER, str(port)])
+    """A server of two sessions at once, whose port is taken before it starts, which takes seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, given = listening.getsockname()[1], listening.fileno()
+        server = subprocess.Popen([openenv.python, "-c", SERVER, str(given)], pass_fds=[given])
     try:
-        while True:
-            assert server.poll() is None
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=200)) as first:
+            first.request("GET", "/")
+            first.getresponse()
         yield f"ws://127.0.0.1:{port}/ws"
     finally:
         server.kill()

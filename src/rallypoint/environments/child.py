@@ -38,7 +38,7 @@ _LOAD_TIMEOUT_S = 120.0
 GRACE_S = 0.5
 """Seconds by which a process is ended later than its deadline, at which an async function is cancelled."""
 _STALL_S = 10
-"""Seconds that an answer may stand still when a part of it has come."""
+"""Seconds that an answer may stand still when a part of it has come, and that one who hangs may take to say where."""
 _MOST_BYTES = 2**28
 """Bytes of the largest answer."""
 _LOOK_S = 0.1
@@ -168,15 +168,15 @@ class Child(Generic[CallT, OutcomeT]):
 
     def _where(self) -> str:
         """Have a process that hangs say where it is."""
-        give_up, before = time.monotonic() + GRACE_S, ""
+        give_up, told = time.monotonic() + _STALL_S, ""
+        stopped = os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         self._process.send_signal(DUMP_SIGNAL)
-        while time.monotonic() < give_up:
+        while time.monotonic() < give_up and os.waitid(*stopped) is None:
             time.sleep(_LOOK_S / 10)
-            told = self._told()
+            told, before = self._told(), told
             if told and told == before:
                 break
-            before = told
-        return before
+        return told
 
     def _told(self) -> str:
         dump = os.pread(self._dump.fileno(), 2**16, 0).decode(errors="replace")
