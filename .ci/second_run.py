@@ -5,6 +5,7 @@ are no accident. The last line is that of pytest for both runs together.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,9 @@ def main(output: Path) -> int:
         print(*closings[-1:] or ["pytest did not come to its end"])
         return 1
     print(f"{len(failed)} failed; once more, alone:", flush=True)
-    if subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *failed], check=False).returncode:
+    environment = {name: value for name, value in os.environ.items() if name != "DURATIONS"}  # those of all tests
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *failed]
+    if subprocess.run(command, check=False, env=environment).returncode:
         return 1
     for name in failed:
         print(f"flaky: {name} passes alone; its failure stands above, and the next change mends it")
