@@ -5,6 +5,7 @@
     RALLYPOINT_PRETEND=1 python -m pytest tests/pretend/test_device.py
 """
 
+import gc
 import os
 import sys
 
@@ -13,6 +14,7 @@ from pretend_device import install
 from tiny_runs import Runs
 
 from rallypoint.engine.determinism import prepare_process
+from rallypoint.recipes import loop
 
 IS_PRETEND = bool(os.environ.get("RALLYPOINT_PRETEND"))
 collect_ignore_glob = [] if IS_PRETEND else ["test_*.py"]
@@ -32,6 +34,8 @@ def pretend():
 
 @pytest.fixture
 def runs(tmp_path):
+    """Runs that begin with a collection of garbage, which `bare_runs` leaves out: the device has little memory."""
+    loop.gc.collect = gc.collect
     return Runs(tmp_path)
 
 

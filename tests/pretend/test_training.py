@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import shutil
 
 import pytest
@@ -35,8 +34,7 @@ def steps_of(run):
 
 
 def run_on(runs, device, name, *more):
-    """Run on a device, in the forms that accelerators take, and without what earlier runs left there in cycles."""
-    gc.collect()
+    """Run on a device, in the forms that accelerators take."""
     alike = ("model.dtype=float32", "engine.activations=keep")  # which have other defaults there
     more = (f"trainer.num_steps={NUM_STEPS}", *alike, *more)
     with accelerator_forms() if device == "cpu" else contextlib.nullcontext():

@@ -784,7 +784,7 @@ class CompanyRanks(FakeRanks):
 
 
 def differ_by_company(solution_str, **row):
-    return float(int(solution_str.split()[1]) % 2)  # two of two are alike in half of all groups
+    return float(int(solution_str.split()[1]) % 5 > 0)  # two of two are alike in two thirds of all groups
 
 
 @pytest.mark.parametrize(("window", "killed_in"), [(1, 3), (3, 3), (1, 5), (3, 5)])
@@ -793,7 +793,7 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
 ):
     """It goes on after step 3, with the groups that it had finished before it had newer weights."""
     replaced, kept = [], KeptGroups(is_on=True, is_ahead=True)
-    file, sampling = tmp_path / "journal.jsonl", {"max_staleness": 2, "dynamic_sampling": 9, "window": window}
+    file, sampling = tmp_path / "journal.jsonl", {"max_staleness": 2, "dynamic_sampling": 99, "window": window}
 
     async def steps(journal, schedule, seed, first, last, done=None, kept=kept):
         ranks = CompanyRanks(lambda prompt, sample: 1 + (7 * prompt + 3 * sample) % 11, seed)
@@ -841,7 +841,7 @@ def test_a_run_that_replaces_groups_ahead_is_repeated_by_its_schedule_also_where
 
     for seed in (3, 4):
         assert asyncio.run(again(seed)) == killed + rest
-    assert sum(replaced[:6]) > 0, "how many depends on who was sampled together, and so on the machine"
+    assert sum(replaced[:6]) > 6
     if window == 1:
         assert replaced[-6:] == replaced[-12:-6] == [*replaced[:3], *replaced[killed_in : killed_in + 3]]
 
